@@ -1,4 +1,4 @@
-"""Types of NumPy arrays by what they hold."""
+"""Type aliases of NumPy arrays by element type."""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""Columns as NumPy arrays and back.
+"""Conversion between Polars columns and NumPy arrays, and vectorized algorithms on nested spans.
 
-Who encloses whom on a lane: parents, depths, nearest ancestors, without a loop over events.
-
-Numbers go over as they are; a bitmap says which of them are null. Texts are views of 16 bytes per
-row (length, then the text itself or a prefix and its place in one common buffer), as the Arrow
+Numbers are converted without change; a bitmap marks the nulls. Texts are views of 16 bytes per row
+(length, then the text itself or a prefix and its position in a common buffer), as the Arrow
 columnar format describes them under "variable-size binary view layout".
 
-What NumPy computes from an array on disk lies on disk too, so callers do not see the difference.
-Only indexing a table in memory needs `lookup`, and an array that is made anew takes `like=` a
-column.
+What NumPy computes from an array on disk is on disk too, so callers see no difference. Only
+indexing a table in memory needs `gather_rows`, and a newly created array takes `like=` a column.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from traceloom.trace.array_types import Array, Bools, Ints
 from traceloom.trace.mapped_arrays import MappedArray, allocate_array, iterate_slices, select_rows
 from traceloom.trace.trace import Trace
 
-_MAX_INLINE_BYTES = 12  # bytes of a text that fit its view
+_MAX_INLINE_BYTES = 12  # longest text that is stored inside its view
 _MAX_HEAP_BYTES = 2**31 - 1
 _ARROW_NAMES: dict[Any, str] = {
     pl.Int64: "int64",
@@ -45,7 +42,7 @@ _ARROW_NAMES: dict[Any, str] = {
 
 
 class _ArrowArray:
-    """An Arrow array that is handed over itself, not as a copy of its head."""
+    """An Arrow array that is exported itself rather than as a copy of its metadata."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -64,12 +61,12 @@ class _ArrowArray:
 
 
 def build_number_column(values: MappedArray, dtype: Any, absent: int | None = None) -> pl.Series:
-    """A column of numbers; null where the value is `absent`.
+    """Returns a numeric column; null where the value is `absent`.
 
     Args:
         values: Shape (rows,).
         dtype: A Polars number type.
-        absent: Not looked for where None.
+        absent: The value that stands for null; None if there are no nulls.
     """
     present = None if absent is None else values != absent
     target = np.dtype(_ARROW_NAMES[dtype])
@@ -81,12 +78,12 @@ def build_number_column(values: MappedArray, dtype: Any, absent: int | None = No
 
 
 def get_arrow_name(dtype: pl.DataType) -> str | None:
-    """What Arrow calls a type of numbers; None for other types."""
+    """Returns Arrow's name of a numeric type; None for other types."""
     return _ARROW_NAMES.get(type(dtype))
 
 
 class TextTable:
-    """Distinct texts from which columns are made.
+    """Distinct texts from which columns are built by code.
 
     Args:
         texts: The texts; a code is an index into them.
@@ -105,19 +102,19 @@ class TextTable:
                 text.ljust(_MAX_INLINE_BYTES, b"\0") if len(text) <= _MAX_INLINE_BYTES else None
             )
             views.append(length + (inline or text[:4] + bytes(4) + offset.to_bytes(4, "little")))
-        # one more, for codes below 0
+        # one extra view, for codes below 0
         self._views = np.frombuffer(
             b"".join([*views, bytes(16)]), dtype=np.complex128
-        )  # any type of 16 bytes
+        )  # any 16-byte type will do
 
     def column(
         self, codes: Array, store_array: Callable[[Array], Array] = lambda values: values
     ) -> pl.Series:
-        """The texts of these codes; null for codes below 0. Shape (rows,).
+        """Returns the texts of the codes, null for codes below 0. Shape (rows,).
 
         Args:
             codes: Indices into the texts.
-            store_array: Moves the views and the texts themselves to where they are to be kept.
+            store_array: Moves the views and the text buffer to their final storage.
         """
         present = codes >= 0
         gathered = select_rows(self._views, codes).view(np.ndarray)
@@ -132,8 +129,8 @@ class TextTable:
 
 
 def wrap_arrow_buffers(kind: str, length: int, buffers: list[Any]) -> pl.Series:
-    """A column over buffers as Arrow lays them out, which are not copied; the bitmap first, None
-    without nulls.
+    """Wraps buffers in Arrow's layout as a column without copying them; the bitmap comes first,
+    None if there are no nulls.
     """
     import nanoarrow
 
@@ -148,12 +145,12 @@ def wrap_arrow_buffers(kind: str, length: int, buffers: list[Any]) -> pl.Series:
 def build_mapped_column(
     dtype: pl.DataType, count: int, parts: Callable[[], Iterator[pl.Series]]
 ) -> pl.Series:
-    """A column on disk, from its parts.
+    """Returns a column on disk that is concatenated from parts.
 
     Args:
-        dtype: Of the column; what is neither number nor text comes back in memory.
+        dtype: Type of the column; a column that is neither numeric nor text is returned in memory.
         count: Rows of all parts.
-        parts: Gives the parts in order; called twice for texts.
+        parts: Yields the parts in order; called twice for texts.
     """
     if not count:
         return pl.Series([], dtype=dtype)
@@ -191,27 +188,29 @@ Engine = Literal["in-memory", "streaming"]
 
 
 def is_large(trace: Trace) -> bool:
-    """Whether what is computed from the trace goes to disk."""
+    """Returns whether arrays computed from the trace go to disk."""
     return trace.meta.file_bytes >= mapped_arrays.MIN_SPILL_BYTES
 
 
 def keep_in_memory(trace: Trace) -> Trace:
-    """The same trace, of which what is computed stays in memory however large it is."""
+    """Returns the trace, marked so that arrays computed from it stay in memory however large it
+    is.
+    """
     return replace(trace, meta=replace(trace.meta, file_bytes=-1)) if is_large(trace) else trace
 
 
 def choose_engine(trace: Trace) -> Engine:
-    """How Polars should work on columns as long as the trace: whole columns at once, or by pieces."""
+    """Returns the Polars engine for columns as long as the trace: streaming for large traces."""
     return "streaming" if is_large(trace) else "in-memory"
 
 
 def get_event_column(trace: Trace, name: str, absent: int | None = None) -> Array:
-    """A column of `trace.events`, shape (events,); what is computed from it lies where it lies.
+    """Returns a column of `trace.events`, shape (events,), as a mapped array if the trace is large.
 
     Args:
         trace: The trace.
-        name: The column; categories as their numbers.
-        absent: What stands for null; the column is int64 then. None for columns without nulls.
+        name: The column; categories as their codes.
+        absent: Value for nulls; the column is int64 then. None for columns without nulls.
     """
     if name != "category":
         return extract_column(trace.events, name, absent, large=is_large(trace))
@@ -223,15 +222,13 @@ def get_event_column(trace: Trace, name: str, absent: int | None = None) -> Arra
 
 _categories_cache: dict[
     int, Array
-] = {}  # by the trace's id: what is asked for most; a view, which takes no memory
+] = {}  # by the trace's id: the column read most often; a view, which takes no memory
 
 
 def extract_column(
     events: pl.DataFrame, name: str, absent: int | None = None, *, large: bool
 ) -> Array:
-    """The same of a frame of events, where it is known whether what is computed from it goes to
-    disk.
-    """
+    """`get_event_column` of a frame of events; `large` selects a mapped array."""
     series = events[name]
     if isinstance(series.dtype, pl.Enum):
         series = series.to_physical()
@@ -247,7 +244,9 @@ def extract_column(
 
 
 def move_columns_to_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame with its columns on disk, where the trace is very large; for frames that are kept."""
+    """Returns the frame with its columns on disk if the trace is large; for frames that are
+    kept.
+    """
     if not is_large(trace):
         return frame
 
@@ -264,13 +263,13 @@ def move_columns_to_disk(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
 
 
 def gather_rows(table: Array, codes: Array) -> Array:
-    """`table[codes]`, on disk where the codes are."""
+    """Returns `table[codes]`, on disk if the codes are."""
     return select_rows(table, codes) if isinstance(codes, MappedArray) else table[codes]
 
 
 def encode_names_by_piece(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct texts of a column on disk in order of appearance, and the number of each row's;
-    by piece.
+    """Returns the distinct texts of a column on disk in order of appearance, and the code of each
+    row, slice by slice.
     """
     distinct = pl.Series(texts.name, [], dtype=pl.String)
     for row_slice in iterate_slices(texts.len()):
@@ -282,12 +281,12 @@ def encode_names_by_piece(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint3
 
 
 def encode_names(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
-    """The distinct texts of a column in memory, and the number of each row's: `numbered`, without
-    its order.
+    """Returns the distinct texts of a column in memory, in no particular order, and the code of
+    each row.
     """
     physical = (
         texts.cast(pl.Categorical).to_physical().to_numpy()
-    )  # numbers of the process, not of this column alone
+    )  # codes of the whole process, not only of this column
     example = np.full(int(physical.max(initial=0)) + 1, -1)
     example[physical] = np.arange(physical.size)
     used = example >= 0
@@ -295,7 +294,9 @@ def encode_names(texts: pl.Series) -> tuple[pl.Series, NDArray[np.uint32]]:
 
 
 def find_nearest_ancestor(parent: Ints, is_match: NDArray[np.bool_]) -> Ints:
-    """The nearest proper ancestor that is wanted, -1 where none: pointer jumping over the others."""
+    """Returns the nearest proper ancestor with `is_match`, -1 if there is none, by pointer jumping
+    over the others.
+    """
     up = parent.copy()
     rows = np.flatnonzero(up >= 0)
     while rows.size:
@@ -306,8 +307,8 @@ def find_nearest_ancestor(parent: Ints, is_match: NDArray[np.bool_]) -> Ints:
 
 
 def find_longest_increasing_subsequence(values: Ints) -> Ints:
-    """Positions of a longest strictly ascending subsequence, in order: patience sorting, in n log
-    n.
+    """Returns the positions of a longest strictly ascending subsequence, in order; patience
+    sorting, O(n log n).
     """
     pile_tops: list[int] = []
     last: list[int] = []
@@ -330,13 +331,13 @@ def find_longest_increasing_subsequence(values: Ints) -> Ints:
 
 
 def find_subtree_stops(lane: Array, start: Array, end: Array) -> Array:
-    """Where the subtree of each row stops: the first later row of its lane that starts at or after
-    its end.
+    """Returns where the subtree of each row stops: the first later row of its lane that starts at
+    or after its end.
 
     Args:
-        lane: In which the rows are, ascending; shape (rows,).
-        start: Ascending within each lane.
-        end: Of spans that nest.
+        lane: Lane of each row, ascending; shape (rows,).
+        start: Start of each span, ascending within each lane.
+        end: End of each span; the spans nest.
     """
     stop = np.arange(1, lane.size + 1, like=lane)
     bounds = np.concatenate([np.flatnonzero(np.diff(lane, prepend=-1)), [lane.size]])
@@ -347,11 +348,11 @@ def find_subtree_stops(lane: Array, start: Array, end: Array) -> Array:
 
 
 def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
-    """For each of `size` positions the last of the nested stretches ]here, stop[ around it; -1 for
-    none.
+    """Returns, for each of `size` positions, the start of the innermost nested range ]start, stop[
+    around it; -1 if there is none.
 
-    It changes only where a stretch begins or ends. There it is the last one that began with as many
-    around it as are open, less one.
+    The result changes only where a range begins or ends. There, the innermost range is the last one
+    that began with as many ranges around it as are open, less one.
     """
     opened = np.bincount(start + 1, minlength=size + 1)
     opened -= np.bincount(stop, minlength=size + 1)
@@ -372,7 +373,7 @@ def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
 
 
 def sort_unique(values: Array) -> Array:
-    """The different values, sorted."""
+    """Returns the distinct values, sorted."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=np.bool_)
     first[1:] = ordered[1:] != ordered[:-1]
@@ -380,7 +381,7 @@ def sort_unique(values: Array) -> Array:
 
 
 def to_nullable_series(values: Array, dtype: Any = pl.Int64, absent: int = NULL) -> pl.Series:
-    """A column in which `absent` is null."""
+    """Returns a column in which `absent` is null."""
     if isinstance(values, MappedArray):
         return build_number_column(values, dtype, absent)
     missing = values == absent
@@ -393,19 +394,19 @@ def to_nullable_series(values: Array, dtype: Any = pl.Int64, absent: int = NULL)
 
 
 def to_series(values: Array, dtype: Any) -> pl.Series:
-    """A column without nulls."""
+    """Returns a column without nulls."""
     if isinstance(values, MappedArray):
         return build_number_column(values, dtype)
     return pl.Series(values).cast(dtype)
 
 
 def build_event_column(values: Ints) -> pl.Series:
-    """A column of event numbers in which -1 is null."""
+    """Returns a column of event numbers in which -1 is null."""
     return to_nullable_series(values, pl.UInt32, NO_ROW)
 
 
 def take_texts(values: pl.Series, codes: Array) -> pl.Series:
-    """`values[codes]` in one piece of memory; the numbers are handed over by piece."""
+    """Returns `values[codes]` in one chunk; codes on disk are converted slice by slice."""
     if not isinstance(codes, MappedArray):
         return values[pl.Series(codes.astype(np.uint32))]
     plain_codes = codes.view(np.ndarray)
@@ -417,11 +418,10 @@ def take_texts(values: pl.Series, codes: Array) -> pl.Series:
 
 
 class NumberedTexts:
-    """Texts by number: names as they are, lists as compact JSON text, which is made when first
-    asked for.
+    """Texts by code: names unchanged, lists as compact JSON text that is made on first use.
 
     Attributes:
-        names: The texts that stand in the file as text; empty in the places of lists.
+        names: The names; empty strings in place of lists.
     """
 
     def __init__(self, table: Iterable[Any]) -> None:
@@ -431,7 +431,7 @@ class NumberedTexts:
         self._tables: dict[bool, _TextColumn] = {}
 
     def column(self, codes: Array) -> pl.Series:
-        """The texts of these numbers; null for -1."""
+        """Returns the texts of the codes; null for -1."""
         lists = bool(gather_rows(self._is_list, codes).any())
         if lists not in self._tables:
             values = (
@@ -460,7 +460,9 @@ class _TextColumn:
 
 
 def format_json_list(raw: bytes) -> str:
-    """JSON text without blanks; the content of a JSON string; `[]` where it is malformed."""
+    """Returns JSON text without blanks, or the content of a JSON string; `[]` if it is
+    malformed.
+    """
     import msgspec
 
     try:
@@ -470,21 +472,21 @@ def format_json_list(raw: bytes) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-_MAX_RADIX_VALUE = 1 << 16  # whole numbers below are sorted in one pass
-_MAX_ROUNDS = 4  # of cutting; what still crosses then is clipped
-_MAX_ANCESTORS = 100  # ancestors looked at; chains of crossing spans are as long as the trace
+_MAX_RADIX_VALUE = 1 << 16  # smaller integers are radix sorted in one pass
+_MAX_ROUNDS = 4  # of shortening parents; spans that still cross are clipped
+_MAX_ANCESTORS = 100  # ancestors examined; chains of crossing spans can be as long as the trace
 
 
 def compute_stable_order(numbers: Ints) -> Ints:
-    """The rows in the order of small numbers >= 0 (lanes, depths), equal ones as they stand."""
+    """Returns the rows in the order of small integers >= 0 (lanes, depths), stable."""
     if isinstance(numbers, MappedArray) or int(numbers.max(initial=0)) >= _MAX_RADIX_VALUE:
         return np.argsort(numbers, kind="stable")
     return np.argsort(numbers.astype(np.uint16), kind="stable")
 
 
 def compute_time_order(start: Ints, duration: Ints) -> Ints:
-    """The rows by (start, longer first, place in the file); only where starts are equal are
-    durations looked at.
+    """Returns the rows by (start, longer first, file order); durations are compared only where
+    starts are equal.
     """
     rows = np.argsort(start, kind="stable")
     sorted_start = start[rows]
@@ -520,8 +522,8 @@ def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nes
     start.
 
     Where two spans cross (one starts inside the other and outlives it), the one that loses less is
-    shortened: a child that overruns by a rounding error is clipped to its parent, but the Python
-    frame of `__enter__` ends where the annotation that it opens begins.
+    shortened. A child that overruns by a rounding error is clipped to its parent, whereas the
+    Python frame of `__enter__` ends where the annotation that it opens begins.
 
     Args:
         lane: Lane of each event; rows sorted by (start, longer first).
@@ -532,11 +534,11 @@ def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nes
     rows = np.flatnonzero(nests)
     order = rows[compute_stable_order(lane[rows])]
     lanes, starts, raw = lane[order], start_ns[order], end_ns[order]
-    # First candidates: the row before on the same lane.
+    # First candidates: the previous row on the same lane.
     parent_rows = np.arange(-1, len(lanes) - 1, dtype=np.int64, like=lanes)
     parent_rows[1:][lanes[1:] != lanes[:-1]] = -1
     parent_rows = _find_previous_open(starts, raw, parent_rows)
-    # Parents are cut where an overrunning child would lose more.
+    # Shorten parents where an overrunning child would lose more.
     clipped_ends = raw
     for _ in range(_MAX_ROUNDS):
         child = np.flatnonzero((parent_rows >= 0) & (clipped_ends > clipped_ends[parent_rows]))
@@ -566,9 +568,9 @@ def build_nesting(lane: Ints, start_ns: Ints, end_ns: Ints, nests: Bools) -> Nes
 
 
 def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Ints]:
-    """Parents, depths and clipped ends that agree with each other; rows in pre-order.
+    """Returns consistent parents, depths and clipped ends; rows in pre-order.
 
-    Clipping a span frees later events it seemed to enclose; only the small subtrees where that
+    Clipping a span frees later events that it seemed to enclose; only the small subtrees where that
     happens are walked event by event.
     """
     depths = compute_nesting_depths(parent_rows)
@@ -579,7 +581,7 @@ def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Int
         rows = order[low:high]
         clipped_ends[rows] = np.minimum(clipped_ends[rows], clipped_ends[parent_rows[rows]])
     freed = np.flatnonzero((parent_rows >= 0) & (clipped_ends[parent_rows] <= starts))
-    # The highest ancestors that ended too early: all that can change lies below them.
+    # The topmost ancestors that ended too early: only their subtrees can change.
     tops = parent_rows[freed]
     while True:
         higher = parent_rows[tops]
@@ -603,8 +605,8 @@ def _settle(starts: Ints, parent_rows: Ints, raw: Ints) -> tuple[Ints, Ints, Int
 
 
 def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Ints, Ints]) -> None:
-    """Recompute parents, depths and ends of the rows low..high-1 of one lane with a stack, in
-    place.
+    """Recomputes parents, depths and ends of the rows low..high-1 of one lane in place, using a
+    stack.
     """
     parent_rows, depths, clipped_ends = columns
     outer, base = int(parent_rows[low]), int(depths[low])
@@ -626,7 +628,8 @@ def _walk(low: int, high: int, starts: Ints, raw: Ints, columns: tuple[Ints, Int
 
 
 def _find_previous_open(starts: Ints, span_ends: Ints, previous: Ints) -> Ints:
-    """The nearest earlier row of the same lane whose end is after the start, by pointer jumping.
+    """Returns the nearest earlier row of the same lane whose end is after the start, by pointer
+    jumping.
 
     A row that has ended lets its successors jump to its own candidate: all rows between had ended
     before it began.
@@ -634,7 +637,8 @@ def _find_previous_open(starts: Ints, span_ends: Ints, previous: Ints) -> Ints:
     Args:
         starts: Starts.
         span_ends: Ends.
-        previous: First candidates: the row before, or the result for later ends; -1 where that is of another lane.
+        previous: First candidates: the previous row, or the result for later ends; -1 at the start
+            of a lane.
     """
     previous = previous.copy()
     rows = np.flatnonzero(previous >= 0)
@@ -648,7 +652,7 @@ def _find_previous_open(starts: Ints, span_ends: Ints, previous: Ints) -> Ints:
 
 
 def compute_nesting_depths(parent_rows: Ints) -> Ints:
-    """Length of each row's chain of parents, by pointer doubling."""
+    """Returns the length of each row's chain of parents, by pointer doubling."""
     depth = (parent_rows >= 0).astype(np.int64)
     pointer = parent_rows.copy()
     rows = np.flatnonzero(pointer >= 0)

@@ -1,11 +1,11 @@
-"""Batch: frames of several ranks with `part` first, `memo`; a trace cut to some steps.
+"""Cutting a trace to some steps, and running analyses for a batch of traces at once.
 
-A query of a small frame takes nearly as long for one rank as for eight. An analysis that is a
-function of several traces (`of_each`) works out at once what is to be looked at `together`; who
-asks about one trace sees no difference.
+A query on a small frame takes nearly as long for one rank as for eight. An analysis written for
+several traces (`run_in_batches`) therefore computes a whole batch at once (`enable_batching`);
+callers that pass a single trace see no difference.
 
-The column `trace` says which of the traces a row is of. What rows of one trace are grouped, joined
-and sorted by, those of several are grouped, joined and sorted by together with it.
+The column `trace` is the index of the trace that a row belongs to. Where rows of one trace are
+grouped, joined or sorted by some columns, rows of several traces use `trace` as an additional key.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _EVENT_REFERENCE_COLUMNS = ("parent", "op", "launch")
 
 
 def cut_session_to_steps(session: Session, steps: tuple[int, int]) -> Session:
-    """The session with only the work of the steps numbered `steps[0]` to `steps[1]`, both included.
+    """Returns the session with only the work of the steps numbered `steps[0]` to `steps[1]`, both
+    included.
 
     Host events belong to the step they start in, GPU work to the step that launched it, so that
-    launches keep their kernels. A rank that has none of these steps has no events left.
+    launches keep their kernels. A rank without any of these steps has no events left.
 
     Raises:
         UsageError: slug `no-such-step`, where no rank has any of these steps.
@@ -55,7 +56,7 @@ def cut_session_to_steps(session: Session, steps: tuple[int, int]) -> Session:
 
 
 def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
-    """One rank's part of `of_steps`."""
+    """One rank's part of `cut_session_to_steps`."""
     is_chosen_step = pl.col("step").is_between(*steps)
     kept_events = trace.events.filter(is_chosen_step)
     new_row = np.full(trace.events.height, -1, dtype=np.int64)
@@ -83,7 +84,7 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
     for name in ("allocations", "counters", "marks"):
         frames[name] = getattr(trace, name).filter(is_in_window)
     frames["allocations"] = update_event_rows(frames["allocations"], new_row, ("op",))
-    # Parents and depths anew: an event whose parents began before the first step is a root now.
+    # Recompute parents and depths: an event whose parents began before the first step is a root.
     host_lanes = trace.lanes.filter(pl.col("kind").is_in(["host", "other"]))["lane"]
     nesting = build_nesting(
         events["lane"].to_numpy().astype(np.int64),
@@ -95,7 +96,7 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
         pl.Series("parent", nesting.parent).replace(-1, None).cast(Event),
         pl.Series("depth", nesting.depth).cast(pl.UInt16),
     )
-    # The lanes with the counts and busy times of the events that are left
+    # Recount the events and busy times of each lane.
     roots = events.select("lane", "start_ns", end_ns="nested_end_ns").sort(
         "lane", "start_ns", maintain_order=True
     )
@@ -125,9 +126,7 @@ def cut_trace_to_steps(trace: Trace, steps: tuple[int, int]) -> Trace:
 def update_event_rows(
     frame: pl.DataFrame, new_row: NDArray[np.int64], columns: tuple[str, ...]
 ) -> pl.DataFrame:
-    """The frame with its references to events pointing to their new rows; null where the event is
-    gone.
-    """
+    """Returns the frame with its references to events renumbered; null where the event is gone."""
     row_series = pl.Series(new_row).replace(-1, None).cast(Event)
     return frame.with_columns(row_series.gather(frame[column]).alias(column) for column in columns)
 
@@ -136,18 +135,18 @@ S = TypeVar("S")
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_CACHED_BYTES = 48 << 20
-"""Of one function's results: where those of all ranks fit, whoever asks rank after rank again (the
-findings after the sections) finds them; where they do not, only those of the last rank and what
-is looked at together with it are kept, so
-that a run needs the memory of these."""
+"""Limit of one function's cached results. Where the results of all ranks fit, a second pass over
+the ranks (the findings after the sections) finds them; otherwise only the results of the last rank
+and its batch are kept, which bounds the memory of a run.
+"""
 MAX_BATCH_EVENTS = 250_000
-"""Of traces that are looked at together; a larger one is looked at alone."""
+"""Limit of events in a batch of traces; a larger trace is analyzed alone."""
 
 
 @dataclass(slots=True)
 class _CachedResult(Generic[T]):
-    """The result of one trace, and its size, which is known when the next one is made: some grow by
-    use.
+    """The result of one trace and its size, which is measured when the next one is made since some
+    results grow by use.
     """
 
     trace: weakref.ref[Trace]
@@ -156,15 +155,14 @@ class _CachedResult(Generic[T]):
 
 
 _TraceBatch = tuple[list[Trace], dict[Any, tuple[list[Trace], list[Any]]]]
-# By a trace's id: it and those beside it; by function the traces that it was last given, and its
-# results.
+# By id of a trace: its batch, and by function the batch it was last called with and its results.
 _batches_by_trace_id: dict[int, _TraceBatch] = {}
 
 
 @contextmanager
 def enable_batching(traces: Iterable[Trace]) -> Iterator[None]:
-    """Meanwhile, look at those of the traces at once that follow each other, up to `MOST_EVENTS`
-    events.
+    """While active, analyzes consecutive traces together, up to `MAX_BATCH_EVENTS` events per
+    batch.
     """
     batches: list[list[Trace]] = []
     events_left = -1
@@ -189,11 +187,12 @@ def enable_batching(traces: Iterable[Trace]) -> Iterator[None]:
 def run_in_batches(
     function: Callable[Concatenate[Sequence[Trace], P], Iterable[T]],
 ) -> Callable[Concatenate[Trace, P], T]:
-    """The function of one trace whose results for several `function` gives at once, in their order.
+    """Decorates `function`, which returns one result per trace in order, as a function of one
+    trace.
 
-    The results of the traces that are looked at `together` with the last one are remembered until
-    that ends. With a choice of the user's (rules, peaks: an argument that is not None or empty), a
-    trace is looked at alone.
+    The results of a batch (see `enable_batching`) are kept until the batching ends. If the user
+    chose options (rules, peaks: an argument that is not None or empty), the trace is analyzed
+    alone.
     """
 
     @wraps(function)
@@ -214,12 +213,12 @@ def run_in_batches(
 
 
 def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Remember the function's results by identity: of the last trace, and of those before it up to
-    `MOST_BYTES`.
+    """Caches results by identity of the trace: that of the last trace, and earlier ones up to
+    `MAX_CACHED_BYTES`.
 
-    A result is forgotten together with its trace. It is shared: nobody may change it.
+    A result is dropped together with its trace. It is shared and must not be modified.
     """
-    cache: dict[int, _CachedResult[T]] = {}  # by the trace's id, the oldest first
+    cache: dict[int, _CachedResult[T]] = {}  # by id of the trace, the oldest first
 
     @wraps(function)
     def remembering(trace: Trace) -> T:
@@ -240,9 +239,7 @@ def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
 
 
 def cache_last_result(function: Callable[[Trace, S], T]) -> Callable[[Trace, S], T]:
-    """Remember of each trace the last result, for as long as it is made from the same second
-    argument, by identity.
-    """
+    """Caches the last result per trace, as long as the second argument is the same object."""
 
     @cache_per_trace
     def kept(_trace: Trace) -> list[tuple[S, T]]:
@@ -259,7 +256,7 @@ def cache_last_result(function: Callable[[Trace, S], T]) -> Callable[[Trace, S],
 
 
 def estimate_array_bytes(value: Any) -> int:
-    """Bytes of the arrays and frames in a result; its texts and single numbers do not count."""
+    """Returns the bytes of the arrays and frames in a result, ignoring texts and single numbers."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, (pl.DataFrame, pl.Series)):
@@ -282,7 +279,9 @@ TRACE_COLUMN = "trace"
 
 
 def concatenate_by_trace(frames: Iterable[pl.DataFrame]) -> pl.DataFrame:
-    """The rows of each trace, one trace after the other, first the column `trace` (UInt32)."""
+    """Concatenates the frames of the traces in order, with the index of the trace as first column
+    `trace` (UInt32).
+    """
     parts = []
     for number, frame in enumerate(frames):
         numbers = pl.Series(TRACE_COLUMN, [number], dtype=pl.UInt32).new_from_index(0, frame.height)
@@ -295,12 +294,12 @@ def split_by_trace(
     traces: Sized,
     schema: Mapping[str, pl.DataType | type[pl.DataType]] | None = None,
 ) -> list[pl.DataFrame]:
-    """The rows of each trace without the column `trace`, by which they are sorted.
+    """Splits rows, which are sorted by the column `trace`, into one frame per trace without it.
 
     Args:
-        rows: Of `stacked`, or made from such.
-        traces: Whose rows they are.
-        schema: Which columns of which types (see `as_declared`); all as they are where none are named.
+        rows: Rows from `concatenate_by_trace`, or derived from such.
+        traces: The traces that the rows belong to.
+        schema: Columns and types of the result (see `cast_to_schema`); None to keep all columns.
     """
     bounds = np.searchsorted(rows[TRACE_COLUMN].to_numpy(), np.arange(len(traces) + 1)).tolist()
     other_columns = [name for name in rows.columns if name != TRACE_COLUMN]
@@ -311,8 +310,8 @@ def split_by_trace(
 def gather_by_trace(
     columns: Sequence[pl.Series], rows: pl.DataFrame, index_column: str
 ) -> pl.Series:
-    """From the column of each trace the value at the place `index_column` of each row; null where
-    that is null.
+    """Returns, for each row, the value in its trace's column at the position `index_column`; null
+    where that is null.
     """
     parts = split_by_trace(rows[[TRACE_COLUMN, index_column]], columns)
     return pl.concat(
@@ -323,15 +322,15 @@ def gather_by_trace(
 def gather_event_column(
     traces: Sequence[Trace], rows: pl.DataFrame, index_column: str, name: str
 ) -> pl.Series:
-    """A column of the traces' events, for the event in the column `index_column` of each row; null
-    where that is null.
+    """Returns an event column of the traces for the event in `index_column` of each row; null where
+    that is null.
     """
     return gather_by_trace([trace.events[name] for trace in traces], rows, index_column)
 
 
 def divide_by_trace_total(numerator: pl.Expr, denominator: pl.Expr) -> pl.Expr:
-    """A column divided by what is one number in each trace, with the digits of the rows of that
-    trace alone.
+    """Divides a column by a per-trace constant, with exactly the digits that the rows of one trace
+    alone would have.
 
     Polars multiplies a column with the reciprocal of a number, but divides a single row by it.
     """

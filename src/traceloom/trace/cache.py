@@ -1,15 +1,16 @@
-"""Results keyed by content of the inputs and code: read traces, report documents; size cap.
+"""Caches keyed by the content of the inputs and the code: parsed traces (`Cache`) and report
+documents (`DocumentCache`), both with a size cap.
 
-An entry is a folder named by the digest of the file's content, of the reader's own code and of this
-rank's part of capture.json. An index by path, size and times saves reading the content again.
-Entries are made beside and renamed; one that cannot be read is thrown away and made again. A trace
-is kept under the content that was there before it was decoded, and only where the file is still the
-same afterwards.
+The entry of a trace is a folder named by the digest of the file's content, of the reader's own code
+and of this rank's part of capture.json. An index by path, size and times saves reading the content
+again. Entries are written next to their final place and renamed; one that cannot be read is deleted
+and made again. A trace is stored under the content from before it was decoded, and only if the file
+is unchanged afterwards.
 
-An entry is named by the inputs as the user wrote them, the place, size and times of every file that
-they stand for (of a capture: of every file in it), the code of the package and what else decides
-what was made. An input whose change could go unseen (standard input, a file written a moment ago)
-has no entry.
+The entry of documents is named by the inputs as the user wrote them, the path, size and times of
+every file that they stand for (for a capture: of every file in it), the code of the package and the
+other choices that determine the result. An input that could change unnoticed (standard input, a
+file written a moment ago) has no entry.
 """
 
 from __future__ import annotations
@@ -37,19 +38,19 @@ _READER_PACKAGES = (
     "formats",
     "system",
     "trace",
-)  # packages of which the code decides what an entry holds
+)  # packages whose code determines the content of an entry
 _CHUNK_BYTES = 1 << 22
 # A file that is written twice within one tick of its file system's clock has the same times after
-# both. Ticks are up to two seconds long; younger files are known by their content alone.
+# both writes. Ticks are up to two seconds long; younger files are identified by content alone.
 _CLOCK_GRANULARITY_NS = 2 * 10**9
 
 
 class FileStamp(NamedTuple):
-    """A file as it was at a moment.
+    """The state of a file at one moment.
 
     Attributes:
-        stamp: Where it lies, its size and its times.
-        settled: Whether every change after that moment changes its stamp.
+        stamp: Device, inode, size and times.
+        settled: Whether every change after that moment changes the stamp.
     """
 
     stamp: tuple[int, ...]
@@ -57,10 +58,10 @@ class FileStamp(NamedTuple):
 
     @classmethod
     def now(cls, path: Path) -> FileStamp:
-        """The file as it is now.
+        """Returns the current stamp of a file.
 
         Raises:
-            OSError: It is not there, or it is a pipe or a device, which can be read but once.
+            OSError: It does not exist, or it is a pipe or a device, which can be read only once.
         """
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -79,11 +80,11 @@ class FileStamp(NamedTuple):
 
 
 class Cache:
-    """The cache of read traces.
+    """The cache of parsed traces.
 
     Args:
-        folder: Where it lies; made when first needed.
-        cap_bytes: Its size is kept below; the entries unused for longest go first.
+        folder: Its folder; created on first use.
+        cap_bytes: Max size; least recently used entries are evicted first.
     """
 
     def __init__(self, folder: Path | None = None, cap_bytes: int = FILES_CAP_BYTES) -> None:
@@ -91,16 +92,15 @@ class Cache:
         self._cap_bytes = cap_bytes
 
     def entry(self, path: Path, capture: dict[str, Any] | None) -> CacheEntry | None:
-        """The place of a file's trace; None of a file that cannot be read, or that changes while it
-        is.
+        """Returns the entry of a file; None if the file cannot be read or changes meanwhile.
 
         Args:
             path: The file.
-            capture: This rank's part of capture.json, which is read with it.
+            capture: This rank's part of capture.json, which is part of the key.
         """
         try:
             file_stamp = FileStamp.now(path)
-            # The digest of the content, from the index if the file is listed there.
+            # The digest of the content comes from the index if the file is listed there.
             listed = json.dumps([str(path.resolve()), *file_stamp.stamp]).encode()
             noted = self._folder / "index" / hashlib.blake2b(listed, digest_size=20).hexdigest()
             content = ""
@@ -126,15 +126,15 @@ class Cache:
         return CacheEntry(self._folder / "traces" / digest.hexdigest(), path, file_stamp, content)
 
     def prune(self) -> None:
-        """Drop the entries unused for longest until the rest fits."""
+        """Evicts the least recently used entries until the rest fits."""
         evict(self._folder / "traces", self._cap_bytes)
 
 
 class CacheEntry:
-    """The place of one file's trace.
+    """The entry of one file's trace, which may not exist yet.
 
     Attributes:
-        damaged: What was there could not be used, and has been thrown away.
+        damaged: Whether an unusable entry was found and deleted.
     """
 
     def __init__(self, directory: Path, path: Path, file_stamp: FileStamp, content: str) -> None:
@@ -146,23 +146,23 @@ class CacheEntry:
 
     @property
     def settled(self) -> bool:
-        """Whether every change of the file will be seen from its times and its size."""
+        """Whether every change of the file changes its times or size."""
         return self._seen.settled
 
     def exists(self) -> bool:
-        """Whether the file was read before."""
+        """Returns whether the trace of the file is cached."""
         return self._folder.is_dir()
 
     def get(self, read: Callable[[Path], T]) -> T | None:
-        """What `read` makes of the entry's folder, if the file was read before."""
+        """Returns the result of `read` on the entry's folder; None if there is no usable entry."""
         import polars as pl
 
         if not os.path.lexists(self._folder):
             return None
         try:
             content = read(self._folder)
-        # Whatever is wrong with it, it can be made again; on damaged columns Polars panics, which
-        # is no `Exception`.
+        # Any bad entry can be made again; on damaged columns Polars panics, which is not an
+        # `Exception`.
         except (Exception, pl.exceptions.PanicException):  # noqa: BLE001
             self.damaged = True
             discard(self._folder)
@@ -172,7 +172,7 @@ class CacheEntry:
         return content
 
     def put(self, write: Callable[[Path], object]) -> None:
-        """Keep what `write` puts into a folder, if the file is still what it was; write errors are
+        """Stores what `write` puts into a folder, if the file is still unchanged; write errors are
         ignored.
         """
         import polars as pl
@@ -188,12 +188,12 @@ class CacheEntry:
                     write(temporary_directory)
                     temporary_directory.rename(
                         self._folder
-                    )  # fails where another process was faster, whose entry is as good
+                    )  # fails if another process was faster; its entry is as good
                 finally:
                     discard(temporary_directory)
 
     def unchanged(self) -> bool:
-        """Whether the file is what it was when the entry was asked for.
+        """Returns whether the file is as it was when the entry was looked up.
 
         Raises:
             OSError: It cannot be read any more.
@@ -204,7 +204,7 @@ class CacheEntry:
 
 
 def compute_digest(path: Path) -> str:
-    """Digest of a file's content, 40 hexadecimal digits."""
+    """Returns the digest of a file's content, 40 hexadecimal digits."""
     content = hashlib.blake2b(digest_size=20)
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -214,7 +214,7 @@ def compute_digest(path: Path) -> str:
 
 @once
 def compute_reader_version() -> str:
-    """Changes with the reader's code, so that no entry of another version is ever used."""
+    """Returns a digest of the reader's code, so that no entry of another version is ever used."""
     digest = hashlib.blake2b(digest_size=20)
     package = Path(__file__).parents[1]
     for file in sorted(
@@ -225,19 +225,19 @@ def compute_reader_version() -> str:
     return digest.hexdigest()
 
 
-MAX_ENTRY_BYTES = 1 << 26  # of one entry
-MAX_CACHE_BYTES = 10**9  # of all
+MAX_ENTRY_BYTES = 1 << 26  # of one document
+MAX_CACHE_BYTES = 10**9  # of all documents
 Stamp = tuple[str, tuple[int, ...]]
 
 
 class DocumentCache:
-    """The place of the documents that were made of some inputs.
+    """The cached documents of some inputs.
 
     Args:
         paths: The inputs.
-        beside: Other files that decide what is made.
-        about: The choices that decide it.
-        files_of: Every file that inputs stand for.
+        extra_files: Other files that affect the documents.
+        choices: The options that affect them.
+        files_of: Returns every file that the inputs stand for.
     """
 
     def __init__(
@@ -252,8 +252,8 @@ class DocumentCache:
         self._key = self._digest()
 
     def _digest(self) -> str:
-        """Changes with the inputs, the code and the choices; empty where a change of the inputs
-        could go unseen.
+        """Returns a digest of the inputs, the code and the choices; empty if the inputs could
+        change unnoticed.
         """
         if "-" in self._paths:
             return ""
@@ -261,11 +261,11 @@ class DocumentCache:
             files = self._files_of(self._paths)
             file_stamps = {path: FileStamp.now(path) for path in (*files, *map(Path, self._beside))}
             stamps = [(str(path.resolve()), now.stamp) for path, now in file_stamps.items()]
-        except (InputError, OSError, ValueError):  # who reads it will say what is wrong
+        except (InputError, OSError, ValueError):  # the reader will report the error
             return ""
         if not all(
             now.settled for now in file_stamps.values()
-        ):  # a change within the tick of the clock would not be seen
+        ):  # a change within the clock tick would go unnoticed
             return ""
         text = json.dumps([_list_code_files(), self._paths, stamps, self._about])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
@@ -275,7 +275,7 @@ class DocumentCache:
         return find_cache_directory() / "reports" / self._key
 
     def get(self, name: str) -> Any:
-        """A document that was made; None where it was not, or not of these inputs, or cannot be
+        """Returns a cached document; None if there is none for these inputs or it cannot be
         read.
         """
         if self._key:
@@ -289,8 +289,8 @@ class DocumentCache:
         return None
 
     def put(self, name: str, content: bytes) -> None:
-        """Keep a document, as JSON, if the inputs are still what they were; what cannot be written
-        is not kept.
+        """Stores a document, as JSON, if the inputs are still unchanged; write errors are
+        ignored.
         """
         if not self._key or len(content) > MAX_ENTRY_BYTES or self._digest() != self._key:
             return
@@ -301,7 +301,7 @@ class DocumentCache:
 
 @cache
 def _list_code_files() -> list[tuple[str, int, int]]:
-    """Size and time of every file of the package: another version of it makes something else."""
+    """Returns path, size and time of every source file of the package, as its version."""
     package = Path(__file__).parents[1]
     files = sorted(path for path in package.rglob("*") if path.suffix in {".py", ".json"})
     return [

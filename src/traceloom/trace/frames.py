@@ -1,14 +1,12 @@
-"""Schemas out of column names.
+"""Schemas by column name, declarations of document columns, cached pattern matching, and `Result`.
 
-What a column is (type, unit, heading, meaning, why unknown); matching without case; Result.
+The last word of a column's name determines its type: `wait_ns` is a time, `sent_bytes` an amount
+and `before_name` a text everywhere. A schema is therefore a list of names in order; only
+exceptions, such as enums, are written with their type.
 
-`wait_ns` is a time, `sent_bytes` an amount and `before_name` a text wherever they stand, so a table
-of columns is the list of their names in order; only what differs from that, an enumeration say, is
-written with its type.
-
-An expression with `(?i)` knows the other cases of every letter of the world and takes three times
-as long to make and to run; nearly all of ours are plain ASCII, and can be put to lower case
-together with the names.
+A pattern with `(?i)` knows the case variants of all of Unicode and takes three times as long to
+compile and to run. Nearly all of our patterns are plain ASCII, so they and the names are converted
+to lower case instead.
 """
 
 from __future__ import annotations
@@ -51,13 +49,15 @@ last word.
 
 
 def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
-    """The columns of a frame, in order.
+    """Returns the columns of a frame, in order.
 
     Args:
-        columns: Names, separated by spaces; schemas, whose columns come here; and types of names that stand before.
+        columns: Names, separated by spaces; schemas, whose columns are inserted here; and types of
+            names that precede.
 
     Raises:
-        ValueError: a name stands twice, a type is of no column, or a column has no type: no word says what it holds.
+        ValueError: A name occurs twice, a type belongs to no column, or no word determines a
+            column's type.
 
     Example:
         >>> build_schema("rank cause mean_wait_ns", {"cause": pl.Enum(["host", "device"])})
@@ -86,27 +86,29 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
 def cast_to_schema(
     frame: pl.DataFrame, columns: Mapping[str, pl.DataType | type[pl.DataType]]
 ) -> pl.DataFrame:
-    """The columns of a schema, in its order and of its types; a frame's other columns are left out."""
+    """Selects the columns of a schema, in its order and with its types; drops all others."""
     declared = frame[list(columns)]
     for index, (present, kind) in enumerate(zip(declared.dtypes, columns.values(), strict=True)):
-        if present != kind:  # one by one, since a query takes five times as long
+        if present != kind:  # one by one: a query takes five times as long
             declared.replace_column(index, declared.to_series(index).cast(kind))
     return declared
 
 
 def to_rows(frame: pl.DataFrame) -> list[Any]:
-    """The rows of a frame as dictionaries, of the type that the document has where they stand."""
+    """Returns the rows of a frame as dictionaries, typed as rows of the document that they go
+    into.
+    """
     listed: list[Any] = frame.to_dicts()
     return listed
 
 
 class Result:
-    """Base of the frozen dataclasses that analyses return: frames and plain values, shown nicely,
-    printable as JSON.
+    """Base of the frozen dataclasses that analyses return: frames and plain values, with an HTML
+    view and conversion to JSON.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts, numbers and strings, as they stand in JSON; a frame is a list of
+        """Returns plain lists, dicts, numbers and strings, as in JSON; a frame becomes a list of
         rows.
         """
         assert is_dataclass(self)
@@ -151,9 +153,9 @@ UNITS = (
     "flop_rate",
     "byte_rate",
 )
-"""Text; name (long, may be cut); time in ns; bytes; count; share from 0 to 1; change (0.25: a
-quarter more); number;
-FLOPs; FLOP/s; B/s."""
+"""Text; name (long, may be truncated); time in ns; bytes; count; share from 0 to 1; change (0.25: a
+quarter more); number; FLOPs; FLOP/s; B/s.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,8 @@ class Column:
     Attributes:
         unit: One of `UNITS`.
         title: Heading in tables.
-        meaning: What it says, or what is counted over what: the fragment of a sentence.
-        unknown: Why it can be null, where there is one reason whatever the table.
+        meaning: Description as a sentence fragment; for ratios, what is counted over what.
+        unknown: Why it can be null, if the reason is the same in every table.
     """
 
     unit: str
@@ -176,7 +178,7 @@ class Column:
 def declare_per_step(
     name: str, unit: str, description: str, title: str = "Per step", unknown: str = ""
 ) -> dict[str, Column]:
-    """`mean_`, `min_` and `max_` of a column over the whole steps."""
+    """Declares `mean_`, `min_` and `max_` of a column over the complete steps."""
     mean_unit = "number" if unit == "count" else unit
     path, _, key = name.rpartition(".")
     prefix = f"{path}." if path else ""
@@ -194,7 +196,7 @@ def declare_per_step(
 
 
 def declare_times(name: str, title: str, description: str) -> dict[str, Column]:
-    """Median, 95th percentile and maximum of a time."""
+    """Declares the median, 95th percentile and maximum of a time."""
     return {
         f"{name}_median_ns": Column("time", title, f"{description}, median"),
         f"{name}_p95_ns": Column("time", "95 %", f"{description}, 95th percentile"),
@@ -211,16 +213,16 @@ NO_KIND = "neither the arguments nor the name of the kernel say what it does"
 NO_MESSAGE = "the recording does not say how much is sent"
 
 _IGNORE_CASE_FLAG = "(?i)"
-# What means the same when its letters are put to lower case: no escape that a capital or a code
-# point follows, no group with flags or a name, no range but the usual ones (and no `[:upper:]`).
+# Patterns whose meaning does not change in lower case: no escape followed by a capital or a code
+# point, no group with flags or a name, only the usual ranges (and no `[:upper:]`).
 _SIMPLE_PATTERN = re.compile(
     r"(?:\\[^A-Zaceg-rtuvx-z0-9]|\(\?:|(?<!\()\?|[^\\?-]|(?<=a)-(?=z)|(?<=A)-(?=Z)|(?<=[0-9])-(?=[0-9]))*"
 )
 
 _matches_cache: dict[
     tuple[str, ...], list[tuple[pl.Series, list[pl.Series]]]
-] = {}  # for each patterns, two lists of names
-_lower_cache: list[pl.Series] = []  # the names put to lower case last, and these
+] = {}  # by patterns, the results for the last two lists of names
+_lower_cache: list[pl.Series] = []  # the last names and their lower-case form
 
 
 def _lower_case(names: pl.Series) -> pl.Series:
@@ -231,15 +233,15 @@ def _lower_case(names: pl.Series) -> pl.Series:
 
 @lru_cache(maxsize=256)
 def lower_ascii(pattern: str) -> str | None:
-    """The expression that finds in names of lower case what `pattern` finds in any case; None where
-    there is none.
+    """Returns the pattern that matches lower-case names wherever `pattern` matches in any case;
+    None if there is none.
     """
     is_simple = pattern.isascii() and "[:" not in pattern and _SIMPLE_PATTERN.fullmatch(pattern)
     return pattern.lower() if is_simple else None
 
 
 def contains(names: pl.Series, pattern: str) -> pl.Series:
-    """Which names hold a regular expression; one that begins with `(?i)` in any case.
+    """Returns which names match a regular expression, ignoring case if it begins with `(?i)`.
 
     Shape (names,).
     """
@@ -247,8 +249,10 @@ def contains(names: pl.Series, pattern: str) -> pl.Series:
 
 
 def contains_any(names: pl.Series, patterns: Sequence[str]) -> list[pl.Series]:
-    """The same for each of several regular expressions. Remembered: the next rank mostly has the
-    names of this one, or where this one had more than the others, those of the rank before.
+    """`contains` for several regular expressions.
+
+    The results for the last two lists of names are cached: the next rank usually has the names of
+    this one, or of the rank before if this one had extra names.
     """
     recent = _matches_cache.setdefault(tuple(patterns), [])
     for earlier, columns in recent:

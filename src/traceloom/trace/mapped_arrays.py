@@ -1,13 +1,10 @@
-"""Columns of large traces in mapped files: arrays, Polars columns over them, columns while reading.
+"""NumPy arrays and growing columns of large traces in mapped files.
 
-Arrays of very large traces lie in mapped files (`ondisk`) and become Polars columns without a copy
-(`mapped`); columns that are still being gathered go to files too (`spill`); `cache` keeps folders
-by the content they were made from.
-
-An array of this kind behaves as any NumPy array. Results from `MIN_MAPPED_BYTES` on are written piece by
-piece into a file that has no name any more (it vanishes with the process, however that ends) and is
-mapped into memory, so that the system can take the pages back whenever it needs room. Whoever makes
-a new large array beside such a one gives it to NumPy's `like`, as in `np.full(n, -1, like=start)`.
+A `MappedArray` behaves like any NumPy array. Results of at least `MIN_MAPPED_BYTES` are written
+slice by slice to an unlinked file, which vanishes with the process, however that ends, and is
+mapped into memory, so that the system can reclaim the pages whenever it needs memory. Code that
+creates a large array next to a mapped one passes NumPy's `like`, as in `np.full(n, -1,
+like=start)`. Columns that are still being read are spooled to files as well (`ColumnSpool`).
 """
 
 from __future__ import annotations
@@ -25,16 +22,16 @@ import numpy as np
 from traceloom.errors import InputError
 from traceloom.trace.array_types import Array
 
-MIN_MAPPED_BYTES = 1 << 20  # what is smaller stays in memory
-MAX_SORTED_ELEMENTS = 1 << 20  # elements that are sorted at once
+MIN_MAPPED_BYTES = 1 << 20  # smaller arrays stay in memory
+MAX_SORTED_ELEMENTS = 1 << 20  # elements sorted at once
 _SAMPLE_SIZE = 4096
-SLICE_ELEMENTS = 1 << 18  # elements that are worked on at once
-_MAX_IDLE_BYTES = 1 << 29  # bytes of blocks kept for the next arrays
-_MAX_MAPPED_BYTES = 1 << 29  # bytes handed out before pages are given back
+SLICE_ELEMENTS = 1 << 18  # elements processed at once
+_MAX_IDLE_BYTES = 1 << 29  # bytes of free blocks kept for reuse
+_MAX_MAPPED_BYTES = 1 << 29  # bytes allocated before pages are unmapped
 
 
 class _BlockPool:
-    """Blocks of mapped files, used again by later arrays since new pages cost more than old ones."""
+    """Mapped blocks that later arrays reuse, since new pages cost more than used ones."""
 
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
@@ -43,14 +40,14 @@ class _BlockPool:
         self._fresh = 0
 
     def empty(self, count: int, dtype: Any) -> MappedArray:
-        """An array without values, shape (count,).
+        """Returns an uninitialized array, shape (count,).
 
         Raises:
             InputError: `no-space`: the disk is full.
         """
         dtype = np.dtype(dtype)
         size = int(count) * dtype.itemsize
-        # Up to a full number of eighths of a power of two, so that blocks fit other arrays.
+        # Round up to a multiple of an eighth of a power of two, so that blocks fit other arrays.
         grain = max(mmap.ALLOCATIONGRANULARITY, 1 << max(0, size.bit_length() - 4))
         size = max(grain, -(-size // grain) * grain)
         waiting = self._idle.get(size)
@@ -60,7 +57,7 @@ class _BlockPool:
         else:
             block = allocate_block(size)
         self._used[id(block)] = block
-        # Unmap pages now and then: they stay in the system's file cache, which may drop them.
+        # Unmap pages from time to time; they stay in the system's file cache, which may evict them.
         self._fresh += size
         if self._fresh > _MAX_MAPPED_BYTES and hasattr(mmap, "MADV_DONTNEED"):
             for mapped in [
@@ -70,17 +67,17 @@ class _BlockPool:
                 mapped.madvise(mmap.MADV_DONTNEED)
             self._fresh = size
         owner = MappedArray((int(count),), dtype, buffer=block)
-        # not at the end of the process, when all files vanish by themselves
+        # at exit all files vanish by themselves
         weakref.finalize(owner, self.free, block).atexit = False
         return owner
 
     def clear(self) -> None:
-        """Remove what no array uses."""
+        """Releases the blocks that no array uses."""
         self._idle.clear()
         self._idle_bytes = 0
 
     def forget(self) -> None:
-        """In a forked process: leave all blocks to its parent."""
+        """Leaves all blocks to the parent, in a forked process."""
         self.clear()
         self._used.clear()
 
@@ -94,14 +91,16 @@ class _BlockPool:
 
 
 def get_spill_directory() -> Path:
-    """Where the files of large traces lie: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
+    """Returns the directory for files of large traces: `TRACELOOM_CACHE_DIR`, else the user's cache
+    directory.
+    """
     from traceloom.system.files import find_cache_directory
 
     return find_cache_directory() / "spill"
 
 
 def describe_full_disk(error: OSError) -> InputError:
-    """What to say where the disk is full."""
+    """Returns the error for a full disk."""
     return InputError(
         f"the columns of this large trace do not fit the disk: {(error.strerror or str(error)).lower()}",
         slug="no-space",
@@ -111,8 +110,8 @@ def describe_full_disk(error: OSError) -> InputError:
 
 
 def allocate_block(size: int) -> mmap.mmap:
-    """A mapped file whose space is reserved: writing a page when the disk is full would end the
-    process.
+    """Returns a mapped file with its space reserved, since writing a page on a full disk would kill
+    the process.
 
     Raises:
         InputError: `no-space`: the disk is full.
@@ -134,14 +133,14 @@ def allocate_block(size: int) -> mmap.mmap:
 
 
 def allocate_array(count: int, dtype: Any) -> Array:
-    """An array for values beside an `OnDisk` one: on disk too where it is large."""
+    """Returns an array for values that go with a `MappedArray`; on disk too if it is large."""
     if count * np.dtype(dtype).itemsize < MIN_MAPPED_BYTES:
         return np.empty(count, dtype=dtype)
     return BLOCK_POOL.empty(count, dtype)
 
 
 def iterate_slices(count: int) -> Iterator[slice]:
-    """Slices that cover `count` elements, `PIECE` at a time."""
+    """Yields slices of `SLICE_ELEMENTS` that cover `count` elements."""
     return (slice(low, min(low + SLICE_ELEMENTS, count)) for low in range(0, count, SLICE_ELEMENTS))
 
 
@@ -150,16 +149,16 @@ def _unwrap(value: Any) -> Any:
 
 
 class MappedArray(np.ndarray[Any, Any]):
-    """An array whose data lie in a file.
+    """An array whose data are in a file.
 
-    Made by `empty`, `stored` and by operations on its like.
+    Created by `allocate_array`, `copy_to_disk` and by operations on mapped arrays.
     """
 
     def __array_ufunc__(
         self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **kwargs: Any
     ) -> Any:
-        """Element-wise operations and running ones write into a new file; the rest gives what it
-        gives.
+        """Element-wise and cumulative operations write into a new file; others return NumPy's
+        result.
         """
         unwrapped = [_unwrap(value) for value in inputs]
         if out is not None:
@@ -182,20 +181,20 @@ class MappedArray(np.ndarray[Any, Any]):
         return result
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """NumPy's functions: by piece where they are among these, else as NumPy does it."""
+        """Uses the slice-wise implementations of this module where there is one, else NumPy's."""
         replacement = _FUNCTIONS.get(func)
         if replacement is not None:
             return replacement(*args, **kwargs)
         return super().__array_function__(func, types, args, kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        """Rows by number or by mask are gathered by piece."""
+        """Gathers rows by number or mask slice by slice."""
         if isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1:
             return select_rows(self, key)
         return super().__getitem__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Rows by number or by mask are set by piece."""
+        """Sets rows by number or mask slice by slice."""
         new = _unwrap(value)
         if not (isinstance(key, np.ndarray) and key.ndim == 1 and self.ndim == 1):
             super().__setitem__(key, new)
@@ -239,14 +238,14 @@ class MappedArray(np.ndarray[Any, Any]):
 
 
 def copy_to_disk(values: Array) -> Array:
-    """The same values on disk, where they are large."""
+    """Returns the values on disk if they are large."""
     result = allocate_array(len(values), values.dtype)
     result[:] = values
     return result
 
 
 def _collect_parts(count: int, dtype: Any, parts: Iterable[Array]) -> Array:
-    """An array on disk, shape (count,), from its parts, one after the other."""
+    """Concatenates parts into an array on disk, shape (count,)."""
     result = allocate_array(count, dtype)
     offset = 0
     for part in parts:
@@ -256,7 +255,9 @@ def _collect_parts(count: int, dtype: Any, parts: Iterable[Array]) -> Array:
 
 
 def select_rows(values: Array, key: Array) -> Array:
-    """`values[key]` on disk, for one-dimensional arrays; `key` are row numbers or a mask."""
+    """Returns `values[key]` on disk, for one-dimensional arrays; `key` holds row numbers or a
+    mask.
+    """
     values, key = _unwrap(values), _unwrap(key)
     if key.dtype != np.bool_:
         return _collect_parts(
@@ -302,7 +303,7 @@ def _nonzero(values: Any) -> tuple[Array]:
 
 def _concatenate(arrays: Any, axis: int = 0, *_: Any, dtype: Any = None, **__: Any) -> Array:
     parts = [np.atleast_1d(_unwrap(part)) for part in arrays]
-    if any(part.ndim > 1 for part in parts):  # tables stay in memory
+    if any(part.ndim > 1 for part in parts):  # two-dimensional arrays stay in memory
         return np.concatenate(parts, axis=axis, dtype=dtype)
     return _collect_parts(
         sum(map(len, parts)), np.result_type(*parts) if dtype is None else dtype, parts
@@ -310,10 +311,11 @@ def _concatenate(arrays: Any, axis: int = 0, *_: Any, dtype: Any = None, **__: A
 
 
 def _argsort(values: Any, *_: Any, **__: Any) -> Array:
-    """Stable, by ranges of values: each is sorted in memory, from the lowest to the highest.
+    """Stable argsort by ranges of values: each range is sorted in memory, from the lowest to the
+    highest.
 
-    The bounds of ranges are values of a sample; what equals a bound is a range of its own, which
-    needs no sorting, so that a frequent value does no harm.
+    The bounds of ranges are values of a sample; values equal to a bound form a range of their own,
+    which needs no sorting, so that a frequent value does not make a range too large.
     """
     unwrapped = _unwrap(values)
     count = len(unwrapped)
@@ -451,13 +453,15 @@ if hasattr(os, "register_at_fork"):
 
 MIN_SPILL_BYTES = (
     500 * 10**6
-)  # of text, from which on columns go to disk: in memory the report of more needs too much
+)  # of text: columns of larger traces go to disk, since a report of them needs too much memory
 
-_CHUNK_BYTES = 1 << 22  # at once
+_CHUNK_BYTES = 1 << 22  # read at once
 
 
 class ColumnSpool:
-    """Columns that grow on disk; the files vanish when they are closed, however the process ends."""
+    """Columns that grow on disk; the files vanish when they are closed, however the process
+    ends.
+    """
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, str], BinaryIO] = {}
@@ -478,7 +482,9 @@ class ColumnSpool:
             raise describe_full_disk(error) from error
 
     def column(self, table: str, name: str, remaining: list[Array], dtype: Any) -> Array:
-        """The whole column, what was added and then the rest; it can be asked for once."""
+        """Returns a whole column: the spooled values, then `remaining`. Each column can be read
+        only once.
+        """
         for values in remaining:
             self.add(table, name, values)
         try:
@@ -495,11 +501,11 @@ class ColumnSpool:
         return values
 
     def holds(self, table: str, name: str) -> bool:
-        """Whether something was added to the column."""
+        """Returns whether values were added to the column."""
         return (table, name) in self._files
 
     def close(self) -> None:
-        """Remove the columns that nobody asked for."""
+        """Removes the columns that were not read."""
         for file in self._files.values():
             file.close()
         self._files.clear()

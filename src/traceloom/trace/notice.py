@@ -1,4 +1,4 @@
-"""Notice, Finding, Evidence: what is told of the data and of the run."""
+"""`Notice`, `Finding` and `Evidence`: statements about the data and about the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEVERITY_ORDER = {"error": 0, "warning": 1, "info": 2}
 
 
 class NoticeFields(TypedDict):
-    """A notice as it stands in documents."""
+    """A notice in documents."""
 
     slug: str
     severity: str
@@ -24,16 +24,16 @@ class NoticeFields(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One statement about the data: damage that was repaired, things that are missing or cannot be
-    trusted.
+    """One statement about the data: damage that was repaired, or parts that are missing or
+    unreliable.
 
     Attributes:
-        slug: Stable name, which `traceloom explain` knows.
+        slug: Stable name, which `traceloom explain` accepts.
         severity: `info` (good to know), `warning` (a number is affected), `error` (a part is lost).
         message: One sentence with its numbers.
-        count: How many events or files it is about.
-        rank: The rank it is about; None for the run.
-        where: The place: file, JSON path or byte; empty when it is everywhere.
+        count: Number of affected events or files.
+        rank: The affected rank; None for the run.
+        where: File, JSON path or byte; empty if it applies everywhere.
     """
 
     slug: str
@@ -44,11 +44,11 @@ class Notice:
     where: str = ""
 
     def of_rank(self, rank: int | None) -> Notice:
-        """The same notice, said of one rank."""
+        """Returns the notice with another rank."""
         return replace(self, rank=rank)
 
     def to_dict(self) -> NoticeFields:
-        """The notice as it stands in report JSON."""
+        """Returns the notice as it appears in report JSON."""
         return {
             "slug": self.slug,
             "severity": self.severity,
@@ -60,7 +60,7 @@ class Notice:
 
 
 def sort_by_severity(notices: tuple[Notice, ...]) -> tuple[Notice, ...]:
-    """Notices by severity, then by count; the order of equals is kept."""
+    """Sorts notices by severity, then by count; stable."""
     return tuple(
         sorted(notices, key=lambda notice: (_SEVERITY_ORDER[notice.severity], -notice.count))
     )
@@ -71,16 +71,16 @@ Severity = Literal["high", "medium", "low"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One thing that can be looked at in the timeline.
+    """One item to look at in the timeline.
 
     Attributes:
-        what: What it is, in a few words; names are as recorded.
-        rank: Whose it is; None where unknown.
-        start_ns: When, on the session's clock; None where it is no moment.
-        duration_ns: How long; None where it has no length.
-        lane: Row of the rank's lanes; None where it is on none.
-        count: How many such things there are.
-        total_ns: How long they take together.
+        what: A short description; names are as recorded.
+        rank: Its rank; None where unknown.
+        start_ns: Start on the session's clock; None if it has no time.
+        duration_ns: Duration; None if it has none.
+        lane: Row of the rank's lanes; None if it is on none.
+        count: Number of such items.
+        total_ns: Their total time.
     """
 
     what: str
@@ -99,7 +99,7 @@ class Alternative:
     Attributes:
         slug: Its rule.
         title: One line with the main figure.
-        alone_ns: What it saves where the other is not fixed, per step.
+        alone_ns: Saving per step if the other fix is not applied.
     """
 
     slug: str
@@ -109,18 +109,18 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class HotFrame:
-    """A Python frame that holds host time of a finding.
+    """A Python frame that accounts for host time of a finding.
 
     Attributes:
         name: The function; a built-in function as recorded.
-        file: Its file, as recorded; None where it has none.
-        line: Where it begins there.
-        time_ns: How long it holds, over all ranks, without what other frames of the list hold.
-        share: Of the host time of the finding.
-        inside: What it calls, directly or not, that takes at least half of that; None where nothing does.
-        inside_ns: How long that takes.
-        rank: Where it holds longest; None in a run of one rank.
-        rank_count: Ranks on which it holds any.
+        file: Its file, as recorded; None if it has none.
+        line: Its first line.
+        time_ns: Its time over all ranks, without the time of other listed frames.
+        share: Share of the finding's host time.
+        inside: A direct or indirect callee with at least half of that time; None if there is none.
+        inside_ns: Time of that callee.
+        rank: Rank with the longest time; None in a run of one rank.
+        rank_count: Number of ranks with any such time.
     """
 
     name: str
@@ -140,7 +140,7 @@ class HotFrame:
 
     @property
     def of_ranks(self) -> str:
-        """What to say behind it about its ranks; nothing in a run of one rank."""
+        """The suffix about its ranks; empty in a run of one rank."""
         if self.rank is None:
             return ""
         return (
@@ -152,29 +152,34 @@ class HotFrame:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What to fix.
+    """Something to fix, with the estimated saving.
 
     Attributes:
-        slug: The rule; docs/findings/SLUG.md says what it means, how to fix it and when it is wrong.
+        slug: The rule; docs/findings/SLUG.md explains its meaning, its fix and when it is wrong.
         title: One line with the main figure.
-        severity: By what it saves: high from 10 % of the step on, medium from 3 %; memory findings by risk.
-        saving_ns: Per step, from re-timing with the fix and all findings above it applied; None for memory findings.
-        saving_fraction: Of the step as it was.
-        alone_ns: What it saves when nothing else is fixed.
-        saving_low_ns: What it saves at least, by the steps of the window; None where only one was looked at.
-        saving_high_ns: The same at most.
-        step_count: Steps in which it was evaluated: `saving_ns` is of the middle one.
-        saving_bytes: What a memory finding frees; None else.
-        risk: What will go wrong, and on which ground; None where nothing will.
-        confidence: From 0 to 1: how sure the rule is that this is so, and that the fix does what it says.
-        evidence: Things to look at, the most telling first.
+        severity: By saving: high from 10 % of the step, medium from 3 %; memory findings by risk.
+        saving_ns: Per step, from re-timing with the fix and all findings above it applied; None for
+            memory findings.
+        saving_fraction: Share of the original step.
+        alone_ns: Saving if nothing else is fixed.
+        saving_low_ns: Min saving over the steps of the window; None if only one was evaluated.
+        saving_high_ns: Max saving over those steps.
+        step_count: Number of evaluated steps; `saving_ns` is that of the median one.
+        saving_bytes: Bytes that a memory finding frees; None for others.
+        risk: What will go wrong, and why; None if nothing will.
+        confidence: From 0 to 1: how certain the rule is of the diagnosis and of the effect of the
+            fix.
+        evidence: Items to look at, the most significant first.
         advice: What to do, in one or two sentences.
         learn_more: The page about the rule.
-        change: What was evaluated, in words.
-        lower_bound: Whether it may save more: threads wait for what nothing recorded tells, which is taken as given.
-        alternatives: Other fixes that save nothing more once this is done: they are about the same time.
-        host_ns: How long the host is busy with what it is about, over all ranks; None where it is not about the host.
-        frames: Python frames that hold most of that, the longest first; empty where none was recorded.
+        change: The evaluated change, in words.
+        lower_bound: Whether the true saving may be larger, since waits with no recorded cause are
+            kept as they are.
+        alternatives: Other fixes for the same time, which save nothing more once this one is
+            applied.
+        host_ns: Affected host time over all ranks; None if it is not about the host.
+        frames: Python frames with the largest share of it, the longest first; empty if none was
+            recorded.
     """
 
     slug: str
@@ -199,7 +204,7 @@ class Finding:
     frames: tuple[HotFrame, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The finding as it appears in report JSON."""
+        """Returns the finding as it appears in report JSON."""
         lists = {
             name: [asdict(entry) for entry in getattr(self, name)]
             for name in ("evidence", "alternatives", "frames")
@@ -209,11 +214,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
-    """A rule that cannot know.
+    """A rule that cannot decide.
 
     Attributes:
         slug: The rule.
-        reason: Why, as a part of a sentence.
+        reason: Why, as a sentence fragment.
     """
 
     slug: str

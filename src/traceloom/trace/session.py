@@ -1,18 +1,18 @@
-"""Session: traces of one run, frames recorded next to them, its step log, thread clocks and memory
-snapshots.
+"""`Session`: the traces of one run, the frames recorded with them, its steps, thread clocks and
+memory snapshots.
 
-`samples`: a stack that was seen at `time_ns` and, look after look, for `period_ns`; its frames from
-the outermost to the innermost, spelled as the profiler of PyTorch does: `train.py(20): step`.
-`thread` is the kernel's number.
+`samples`: a stack that was seen at `time_ns` and, in consecutive samples, for `period_ns`; frames
+from the outermost to the innermost, spelled as PyTorch's profiler does: `train.py(20): step`.
+`thread` is the kernel's thread id.
 
-`telemetry`: every value of every series, `labels` as JSON text with sorted keys; counters as they
-are, not as rates.
+`telemetry`: every value of every series, `labels` as JSON text with sorted keys; counters as raw
+values, not as rates.
 
-`allocations`: every block that an allocator gave (bytes above 0) or took back (below), and its own
-totals where it says them; `device_name` is `cpu` or `cuda:0`.
+`allocations`: every block that an allocator allocated (bytes above 0) or freed (below), and the
+allocator's own totals where it reports them; `device_name` is `cpu` or `cuda:0`.
 
-Times are int64 nanoseconds, Unix time; rows are in order of rank or host, then of series or thread,
-then of time.
+Times are int64 nanoseconds, Unix time; rows are ordered by rank or host, then by series or thread,
+then by time.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ ALLOCATIONS_SCHEMA = build_schema(
 
 
 def make_empty_samples() -> pl.DataFrame:
-    """Samples without rows."""
+    """An empty `samples` frame."""
     return pl.DataFrame(schema=SAMPLES_SCHEMA)
 
 
 def make_empty_telemetry() -> pl.DataFrame:
-    """Telemetry without rows."""
+    """An empty `telemetry` frame."""
     return pl.DataFrame(schema=TELEMETRY_SCHEMA)
 
 
 def make_empty_allocations() -> pl.DataFrame:
-    """Allocations without rows."""
+    """An empty `allocations` frame."""
     return pl.DataFrame(schema=ALLOCATIONS_SCHEMA)
 
 
-_MAX_HTML_ROWS = 20  # of a notebook's table of ranks
+_MAX_HTML_ROWS = 20  # in a notebook's table of ranks
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,13 @@ class Session:
 
     Attributes:
         traces: At least one. The ranks may have gaps and need not start at 0.
-        name: What the user gave: the directory or file.
+        name: The directory or file that the user gave.
         capture: The run's capture.json, where it was recorded by `traceloom record`.
-        notices: Notices about the run as a whole; those of a rank stand in its trace.
-        samples: Stacks of its threads that were taken from outside (`traceloom.trace.session`); mostly none.
-        telemetry: What its hosts and devices did meanwhile, likewise.
-        allocations: What its allocators did, seen from outside, likewise; those of a trace stand in the trace.
+        notices: Notices about the run as a whole; those of a rank are in its trace.
+        samples: Stacks of its threads sampled from outside the process; often empty.
+        telemetry: Metrics of its hosts and devices meanwhile; often empty.
+        allocations: Allocations observed from outside the process; often empty. Those of a trace
+            are in the trace.
     """
 
     traces: tuple[Trace, ...]
@@ -107,29 +108,33 @@ class Session:
 
     @property
     def event_count(self) -> int:
-        """How many events its traces hold."""
+        """The number of events in all traces."""
         return sum(trace.events.height for trace in self.traces)
 
     @property
     def epoch_ns(self) -> int:
-        """The earliest start of all traces: what report times are relative to."""
+        """The earliest start of all traces, which report times are relative to."""
         return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
 
     @property
     def recording_overhead_ratio(self) -> float | None:
-        """How much longer recorded steps take than unrecorded ones, the largest over the ranks;
-        None where unknown.
+        """Duration of recorded over unrecorded steps, the max over the ranks; None where
+        unknown.
         """
         parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
         ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
         return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
 
     def of_rank(self, rank: int) -> Session:
-        """The session with only the windows of one rank."""
+        """Returns the session with only the windows of one rank."""
         return self.of_ranks((rank,))
 
     def of_ranks(self, ranks: tuple[int, ...]) -> Session:
-        """The session with only these ranks; UsageError if one is missing."""
+        """Returns the session with only these ranks.
+
+        Raises:
+            UsageError: A rank is missing.
+        """
         missing = [rank for rank in ranks if rank not in self.ranks]
         if missing:
             present = sorted({rank for rank in self.ranks if rank is not None})
@@ -148,11 +153,11 @@ class Session:
         return replace(self, traces=traces, samples=samples, allocations=allocations)
 
     def all_notices(self) -> tuple[Notice, ...]:
-        """The run's notices, then those of every rank."""
+        """Returns the run's notices, then those of every rank."""
         return self.notices + tuple(n.of_rank(t.rank) for t in self.traces for n in t.notices)
 
     def check(self) -> None:
-        """Check every trace, and the frames beside them."""
+        """Checks every trace, and the frames of the session."""
         for trace in self.traces:
             trace.check()
         for name, schema in (
@@ -187,7 +192,7 @@ class Session:
         return self._concat_ranks("collectives", "calls")
 
     def _concat_ranks(self, analysis: str, frame_name: str) -> pl.DataFrame:
-        # Analyses import the model, not the other way round: they are looked up when somebody asks.
+        # Analyses import this module, not the other way round, so they are imported on use.
         analyze = importlib.import_module("traceloom.analyze")
         frames = []
         for trace in self.traces:
@@ -222,11 +227,11 @@ class Session:
 
 
 WARM_UP_STEPS = 3
-"""Steps at the beginning of a run that stand for no other, as in `overhead` of capture.json."""
+"""Steps at the beginning of a run that are not representative, as in `overhead` of capture.json."""
 _UNRECORDED_STATE = "unrecorded"
 _MAX_TABLE_FILE_BYTES = 1 << 27  # of a file
 _MIN_DECOMPRESSION_LIMIT_BYTES = 1 << 24
-_MAX_COMPRESSION_RATIO = 100  # what is larger is cut, and read as nothing
+_MAX_COMPRESSION_RATIO = 100  # larger content is truncated and not read
 
 
 class RunSteps(NamedTuple):
@@ -234,8 +239,8 @@ class RunSteps(NamedTuple):
 
     Attributes:
         duration_ns: Wall times, shape (steps,).
-        state: What the recorder did in each.
-        ran_ns: How long the thread that makes them ran in each; None where unknown.
+        state: State of the recorder in each.
+        ran_ns: CPU time of the stepping thread in each; None where unknown.
     """
 
     duration_ns: NDArray[np.int64]
@@ -244,9 +249,7 @@ class RunSteps(NamedTuple):
 
 
 def read_run_steps(meta: Meta) -> RunSteps | None:
-    """Every complete step of the run, from the first; None where it kept no such table, or an
-    invalid one.
-    """
+    """Returns every complete step of the run; None if it has no such table, or an invalid one."""
     table = read_capture_table(meta.capture, meta.path, "steps") or {}
     durations, states = table.get("duration_ns"), table.get("state")
     if (
@@ -272,11 +275,11 @@ def read_run_steps(meta: Meta) -> RunSteps | None:
 
 
 def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Steps after the warm-up that ran while nothing was recorded.
+    """Returns the steps after the warm-up that ran while nothing was recorded.
 
     Returns:
-        Their numbers, ascending, and their wall times in nanoseconds; None where the run kept no
-        such table.
+        Their numbers, ascending, and their wall times in nanoseconds; None if the run has no table
+        of steps.
     """
     table = read_capture_table(meta.capture, meta.path, "steps")
     if table is None:
@@ -303,8 +306,7 @@ def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int
 def read_capture_table(
     capture: dict[str, Any] | None, path: str, key: str
 ) -> dict[str, Any] | None:
-    """A table of capture.json as columns: in the part itself, or in a file beside the trace where
-    they are long.
+    """Returns a table of capture.json as columns; long tables are in a file next to the trace.
 
     Args:
         capture: A rank's part of capture.json.
@@ -317,7 +319,7 @@ def read_capture_table(
     name = table.get("file")
     if not isinstance(name, str):
         return table
-    if Path(name).name != name:  # a name from a stranger's file never leaves the directory
+    if Path(name).name != name:  # an untrusted name must not leave the directory
         return None
     try:
         data = read_small(Path(path).parent / name, _MAX_TABLE_FILE_BYTES)
@@ -332,24 +334,24 @@ def read_capture_table(
 
 
 class ThreadClock(Struct, frozen=True):
-    """ThreadClock of one thread, ascending in time.
+    """The CPU time of one thread, sampled in ascending time.
 
     Attributes:
-        time_ns: When, Unix time, shape (samples,).
-        ran_ns: How long the thread had run until then, never falling, shape (samples,).
+        time_ns: Unix time of each sample, shape (samples,).
+        ran_ns: CPU time of the thread until then, never falling, shape (samples,).
     """
 
     time_ns: Ints
     ran_ns: Ints
 
     def bound_cpu_time(self, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
-        """How long the thread ran between two times, at least and at most, ns.
+        """Returns the min and max CPU time of the thread between two times, ns.
 
-        The samples inside tell the least, those around them the most; where none is before or
-        behind, the most is all.
+        Samples within the span give the min, those around it the max; without a sample on one side,
+        the max is the whole span.
 
         Args:
-            start_ns: Beginnings, ns, shape (spans,).
+            start_ns: Starts, ns, shape (spans,).
             end_ns: Ends, not before them, ns, shape (spans,).
         """
         last = self.time_ns.size - 1
@@ -372,14 +374,12 @@ class ThreadClock(Struct, frozen=True):
 
 
 def read_thread_clocks(meta: Meta) -> dict[str, ThreadClock]:
-    """The samples of each thread with at least two, by the system's thread id; none where nobody
-    took any.
-    """
+    """Returns the samples of each thread that has at least two, by the system's thread id."""
     return parse_thread_clocks(meta.capture, meta.path)
 
 
 def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
-    """The same from a rank's part of capture.json, and the path of its trace."""
+    """`read_thread_clocks` from a rank's part of capture.json and the path of its trace."""
     table = read_capture_table(capture, path, "thread_cpu") or {}
     columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
     lists = [column for column in columns if isinstance(column, list)]
@@ -418,8 +418,8 @@ SNAPSHOT_ENTRIES_SCHEMA = build_schema(
     {"action": pl.Enum(SNAPSHOT_ACTIONS), "stack": pl.Int32},
 )
 """`address` of an oom: the bytes that were free on the device; `time_us`: Unix time, null in
-snapshots of older
-versions; `stack`: of `stacks`, 0 is none."""
+snapshots of older versions; `stack`: index into `stacks`, 0 is none.
+"""
 SNAPSHOT_SEGMENTS_SCHEMA = build_schema("device address bytes stream")
 SNAPSHOT_BLOCKS_SCHEMA = build_schema(
     "device segment address bytes requested_bytes state stack", {"stack": pl.Int32}
@@ -435,16 +435,17 @@ StackFrame = tuple[str, int, str]
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A snapshot.
+    """A snapshot of PyTorch's allocator with its history.
 
     Attributes:
         path: The file.
-        entries: `ENTRIES`: the history by device, in the order in which it happened.
-        segments: `SEGMENTS`.
-        blocks: `BLOCKS`, in the order of addresses within their segment.
+        entries: The history by device, in order of occurrence; columns as in
+            `SNAPSHOT_ENTRIES_SCHEMA`.
+        segments: Columns as in `SNAPSHOT_SEGMENTS_SCHEMA`.
+        blocks: Columns as in `SNAPSHOT_BLOCKS_SCHEMA`, by address within their segment.
         stacks: Call stacks, the innermost frame first; the first one is empty.
         notices: What was left out.
-        device_type: What its devices are, as `cuda`, `cpu`.
+        device_type: Type of its devices, such as `cuda` or `cpu`.
     """
 
     path: str
@@ -457,19 +458,19 @@ class MemorySnapshot:
 
 
 def format_frame(frame: Sequence[Any]) -> str:
-    """`file(line): function`, as frames read in traces."""
+    """Returns `file(line): function`, as frames are spelled in traces."""
     file, line, name = frame
     return f"{file}({line}): {name}" if file and file != "??" else str(name)
 
 
 def is_python_frame(frame: StackFrame) -> bool:
-    """Whether a frame is one of Python, not of C++."""
+    """Returns whether a frame is Python rather than C++."""
     return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
 
 
 def format_stacks(snapshot: MemorySnapshot) -> pl.Series:
-    """Each stack as text, the innermost frame first: those of Python, where it has any; null for
-    none.
+    """Returns each stack as text, the innermost frame first: only the Python frames if it has any;
+    null for an empty one.
     """
     texts = []
     for stack in snapshot.stacks:

@@ -1,13 +1,13 @@
-"""Frames on disk: Arrow folders, single-file archives (graphs, plans), sessions too large for
+"""Frames on disk: Arrow folders, single-file archives (graphs, plans), and sessions too large for
 memory.
 
-The header says format, version and rows per frame, and what there is beside the frames. Enum
-columns are text in the file, so that any reader of Parquet understands them. Nothing is ever
-unpacked to the disk.
+The header holds format, version, rows per frame, and everything besides the frames. Enum columns
+are stored as text, so that any Parquet reader understands them. Archives are never unpacked to
+disk.
 
-The files have no name any more, so they vanish with the process, however that ends; the system
-takes the pages back whenever it needs room. See `traceloom.trace.arrays` for single traces that are
-too large.
+The mapped files of large sessions are unlinked as soon as they are created, so they vanish with the
+process, however that ends; the system reclaims their pages whenever it needs memory. See
+`traceloom.trace.arrays` for single traces that are too large.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from traceloom.trace.trace import SCHEMAS, Meta, Trace
 _HEADER_FILE = "trace.json"
 _FORMAT_VERSION = 2
 _CHUNK_BYTES = 1 << 20
-PART_ROWS = 1 << 20  # rows of a very large frame that are read at once
+PART_ROWS = 1 << 20  # rows read at once of a very large frame
 
 
 class _TraceHeader(Struct):
-    """What `trace.json` holds; `files` are bytes and checksum of each frame's file."""
+    """Content of `trace.json`; `files` maps each frame to the size in bytes and checksum of its
+    file.
+    """
 
     version: int
     meta: Meta
@@ -58,13 +60,14 @@ class _TraceHeader(Struct):
 
 
 def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
-    """Write a trace into an existing folder; the head comes last, so that a folder with a head is
-    whole.
+    """Write a trace into an existing folder. The header is written last, so a folder with a header
+    is complete.
 
     Args:
         trace: The trace.
-        directory: Where to.
-        permanent: It is compressed, and has checksums; else it is read back at once, and gone.
+        directory: Target folder.
+        permanent: Compress the files and store checksums; False for files that are read back at
+            once and deleted.
     """
     rows = {name: frame.height for name, frame in trace.frames().items()}
     files = {}
@@ -86,14 +89,14 @@ def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
 
 
 def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
-    """Read a trace back.
+    """Read a trace that `save` wrote.
 
     Args:
-        directory: Where it is.
-        permanent: Anything may have happened to it since it was written: look at all checksums.
+        directory: Its folder.
+        permanent: Verify all checksums, since the files may have changed after they were written.
 
     Raises:
-        Exception: The folder is not whole, or damaged.
+        Exception: The folder is incomplete or damaged.
     """
     with open_regular(directory / _HEADER_FILE) as file:
         text, _, checksum = file.read().rpartition(b"\n")
@@ -127,7 +130,7 @@ def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
 
 
 def _compute_checksum(path: Path) -> tuple[int, int]:
-    """Bytes of a file, and a checksum of them."""
+    """Returns the size in bytes and the checksum of a file."""
     size = checksum = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -136,7 +139,7 @@ def _compute_checksum(path: Path) -> tuple[int, int]:
 
 
 def _load_mapped_frame(directory: Path, name: str, rows: int) -> pl.DataFrame:
-    """One frame, column by column and part by part into files of this process."""
+    """Copies one frame, column by column and part by part, into mapped files of this process."""
     stored = pl.scan_ipc(directory / f"{name}.arrow")
     schema = stored.collect_schema()
     if schema != SCHEMAS[name] or stored.select(pl.len()).collect().item() != rows:
@@ -156,11 +159,10 @@ def _load_mapped_frame(directory: Path, name: str, rows: int) -> pl.DataFrame:
 T = TypeVar("T")
 _HEADER = "header.json"
 _MAX_HEADER_BYTES = 1 << 26
-# Parquet is compressed already, so a zip makes nothing of ours smaller; whoever zips it anew gains
+# Parquet is already compressed, so our archives do not shrink when zipped; zipping one again gains
 # little.
 _MAX_EXPANSION = 20
-# A row takes tens of bytes in memory and at least some in the file, even where every column repeats
-# itself.
+# A row takes tens of bytes in memory and some bytes in the file even if every column is constant.
 _MAX_ROWS_PER_BYTE = 50
 _MAX_SMALL_ROWS = 1_000_000
 _DAMAGE_ERRORS = (
@@ -174,23 +176,23 @@ _DAMAGE_ERRORS = (
     zlib.error,
     InvariantError,
     msgspec.ValidationError,
-    # Parquet that was changed can make the reader of Parquet panic, which is no ordinary exception.
+    # Modified Parquet can make the Parquet reader panic, which is not an `Exception`.
     pl.exceptions.PolarsError,
     pl.exceptions.PanicException,
 )
 
 
 class ArchiveFormat(Struct, frozen=True):
-    """What an archive of one kind holds.
+    """The format of one kind of archive.
 
     Attributes:
-        noun: What it is, as `graph`, whose format is `traceloom-graph`.
-        another_slug: Of the error that a file is of another kind.
-        damaged_slug: Of the error that a file is cut, or not as its header says.
+        noun: Its kind, such as `graph`, whose format is `traceloom-graph`.
+        another_slug: Slug of the error that a file is of another kind.
+        damaged_slug: Slug of the error that a file is truncated or contradicts its header.
         version: Version that is written, and the only one that is read.
         schemas: Columns of each frame.
         never_null: Columns, by frame, in which every row has a value.
-        hint: How to make it again.
+        hint: How to create the archive again.
     """
 
     noun: str
@@ -203,7 +205,7 @@ class ArchiveFormat(Struct, frozen=True):
 
     @property
     def format(self) -> str:
-        """The name that the header gives."""
+        """The name of the format in the header."""
         return f"traceloom-{self.noun}"
 
     def pack(
@@ -240,7 +242,7 @@ class ArchiveFormat(Struct, frozen=True):
         *,
         force: bool = False,
     ) -> int:
-        """Write an archive, whole or not at all; returns the size of the file in bytes.
+        """Write an archive, atomically; returns the size of the file in bytes.
 
         Raises:
             OutputError: `file-exists`, `cannot-write`.
@@ -254,7 +256,7 @@ class ArchiveFormat(Struct, frozen=True):
 
         Args:
             path: The file.
-            build: Makes the whole of the header and the frames; what it raises of damage is said as such.
+            build: Builds the result from header and frames; its exceptions are reported as damage.
 
         Raises:
             InputError: `unreadable`; `other-version`; the slugs of the format.
@@ -302,7 +304,7 @@ class ArchiveFormat(Struct, frozen=True):
             ) from error
 
     def holds(self, path: Path) -> bool:
-        """Whether a file is such an archive, by its content."""
+        """Returns whether a file is such an archive, by its content."""
         try:
             with files.open_input(path) as handle, zipfile.ZipFile(handle) as archive:
                 header = json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES))
@@ -341,12 +343,14 @@ class ArchiveFormat(Struct, frozen=True):
 def _add(archive: zipfile.ZipFile, name: str, produce: Callable[[io.BytesIO], Any]) -> None:
     member = io.BytesIO()
     produce(member)
-    # A fixed date: the same frames give the same file.
+    # A fixed date, so that equal frames give equal files.
     archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), member.getbuffer())
 
 
 def _read_member(archive: zipfile.ZipFile, name: str, max_bytes: int) -> bytes:
-    """A part of the archive, never more bytes than it says and than is credible."""
+    """Reads a member of the archive, limited to the size in the zip directory and to
+    `max_bytes`.
+    """
     info = archive.getinfo(name)
     if info.file_size > min(
         max_bytes, info.compress_size * _MAX_EXPANSION + _MAX_HEADER_BYTES // 64
@@ -364,21 +368,22 @@ class _HasFrames(Protocol):
 F = TypeVar("F", bound=_HasFrames)
 MAX_IN_MEMORY_BYTES = (
     100 * 10**6
-)  # of JSON, of all traces of a session, from which on the next ones lie in files
+)  # of JSON, summed over a session; traces after this limit are kept in files
 _BLOCK_BYTES = 64 << 20
 _ALIGNMENT = 64
-_MIN_ROWS = 1024  # of a frame; smaller ones stay in memory
+_MIN_ROWS = 1024  # smaller frames stay in memory
 
 
 def is_large_session(traces: Iterable[Trace]) -> bool:
-    """Whether traces together are so large that what is made of each is kept in files."""
+    """Returns whether a session is so large that frames derived from each trace are kept in
+    files.
+    """
     return sum(trace.meta.file_bytes for trace in traces) > MAX_IN_MEMORY_BYTES
 
 
 class MappedFiles:
-    """Places for columns in mapped files; a file vanishes with the last column in it.
-
-    Threads may share them.
+    """Storage for columns in mapped files; a file vanishes with the last column in it.
+    Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -388,8 +393,7 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def kept(self, trace: Trace) -> Trace:
-        """The trace of one more rank: as it is while the session is small, else with its columns in
-        files.
+        """Returns a trace unchanged while the session is small, then with its columns in files.
 
         Raises:
             InputError: `no-space`: the disk is full.
@@ -401,7 +405,7 @@ class MappedFiles:
             return self.park(trace)
 
     def park(self, trace: Trace) -> Trace:
-        """The same trace with its columns in files.
+        """Returns the trace with its columns in files.
 
         Raises:
             InputError: `no-space`: the disk is full.
@@ -411,7 +415,7 @@ class MappedFiles:
         return replace(trace, **frames)
 
     def graph(self, graph: F) -> F:
-        """The same graph (or what else has frames) with its columns in files.
+        """Returns a graph, or any other dataclass with frames, with its columns in files.
 
         Raises:
             InputError: `no-space`: the disk is full.
@@ -421,7 +425,7 @@ class MappedFiles:
         return replace(graph, **frames)  # type: ignore[type-var]
 
     def frame(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """The same frame with its columns of numbers and texts in files; a small one as it is.
+        """Returns the frame with its numeric and text columns in files; small frames are unchanged.
 
         Raises:
             InputError: `no-space`: the disk is full.
@@ -431,9 +435,7 @@ class MappedFiles:
         return pl.DataFrame([self._column(frame[column]) for column in frame.columns])
 
     def _given_back(self) -> None:
-        """Unmap the pages that were written: they stay in the system's file cache until they are
-        read.
-        """
+        """Unmaps the written pages; they stay in the system's file cache until they are read."""
         if self._block is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._block.madvise(mmap.MADV_DONTNEED)
 
@@ -456,7 +458,7 @@ class MappedFiles:
         return arrays.wrap_arrow_buffers(kind, len(data), [validity, data]).alias(series.name)
 
     def _kept(self, values: Array) -> Array:
-        """A copy of the values in a file."""
+        """Copies the values into a file."""
         size = values.nbytes
         if not size:
             return values

@@ -1,11 +1,7 @@
-"""Trace and Meta: frames of one process, their schemas, self-check; HostTrace; frames finished on
-first use.
+"""The frames of one process: `Trace` and `Meta` with their schemas and self-check, and `HostTrace`.
 
 Times are int64 nanoseconds of the trace's clock (Unix time where the file gives it), byte counts
 int64. `event`, `parent`, `op`, `launch`, `source`, `target` are row numbers of `events`.
-
-Names are loaded when they are first used: not everything that tells a notice needs the frames of a
-graph.
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ from traceloom.trace.vocabulary import CATEGORIES, GPU_WORK
 
 
 class DeferredFrame:
-    """A frame to be made later, from little that is kept until then.
+    """A frame that is built on first use.
 
     Args:
-        make: Makes the frame; called once.
-        kept: Its arguments.
+        make: Builds the frame; called once.
+        arguments: Arguments of `make`, kept until then.
     """
 
     __slots__ = ("_frame", "_kept", "_make")
@@ -40,7 +36,7 @@ class DeferredFrame:
         self._frame: pl.DataFrame | None = None
 
     def frame(self) -> pl.DataFrame:
-        """The frame, made now if it was not before."""
+        """Returns the frame, built on the first call."""
         if self._frame is None:
             self._frame = self._make(*self._kept)
             self._kept = ()
@@ -52,18 +48,18 @@ Event = pl.UInt32
 REQUEST = "request"  # `evidence` of steps that are requests to a server
 
 SCHEMAS: dict[str, pl.Schema] = {
-    # Rows are sorted by start, the longer first, then in the order of the file; `event` is the row
-    # number. The duration is as recorded, never changed, and may be negative in damaged files;
-    # `nested_end_ns` is the end, shortened where spans of a lane cross, so that they nest, and
-    # never before the start. `lane` is a row of `lanes`; process, thread of host events, device and
-    # stream of those on the device; a process is null where the file gives no number. `correlation`
-    # joins a launch and its GPU work; `external_id` is as recorded, null on GPU work where it only
-    # repeats the correlation; `record_function_id` joins the host trace, and 0 in the file is null
-    # here; `sequence` is autograd's, which with `forward_thread` joins forward and backward.
-    # `parent` is the enclosing event on the same lane, `depth` 0 the outermost there; `op` the
-    # innermost op around a launch, of GPU work around its launch; `launch` the runtime or driver
-    # call that submitted GPU work. `step` is that of the host time at the start, of GPU work that
-    # of its launch.
+    # Rows are sorted by start, longer ones first, then by file order; `event` is the row number.
+    # `duration_ns` is as recorded and may be negative in damaged files. `nested_end_ns` is the end,
+    # shortened where spans of a lane cross so that they nest, and never before the start. `lane`
+    # is a row of `lanes`. Host events have process and thread, device events device and stream; a
+    # process is null where the file gives no number. `correlation` joins a launch and its GPU
+    # work. `external_id` is as recorded, null on GPU work where it only repeats the correlation.
+    # `record_function_id` joins the host trace; 0 in the file is null here. `sequence` is
+    # autograd's sequence number, which with `forward_thread` joins forward and backward. `parent`
+    # is the enclosing event on the same lane, `depth` 0 the outermost. `op` is the innermost op
+    # around a launch; for GPU work, around its launch. `launch` is the runtime or driver call that
+    # submitted GPU work. `step` is the step at the start of a host event; for GPU work, the step of
+    # its launch.
     "events": build_schema(
         "event name category start_ns duration_ns nested_end_ns lane process thread device stream correlation",
         "external_id record_function_id sequence forward_thread parent depth op launch step",
@@ -75,7 +71,7 @@ SCHEMAS: dict[str, pl.Schema] = {
             "op": Event,
         },
     ),
-    # Process and thread as in the file; the name is what to show: "main thread", "autograd 12",
+    # Process and thread as in the file; `name` is the label: "main thread", "autograd 12",
     # "stream 7". `busy_ns` is the union of the lane's events.
     "lanes": build_schema(
         "lane kind process thread device stream name events busy_ns",
@@ -84,19 +80,20 @@ SCHEMAS: dict[str, pl.Schema] = {
             "events": pl.UInt32,
         },
     ),
-    # A name is null where the file leaves it empty; used devices have GPU work in this trace.
+    # A name is null where the file leaves it empty; `used` devices have GPU work in this trace.
     "devices": build_schema("device name memory_bytes multiprocessors compute_capability used"),
-    # The ranks are null where the file cut the list.
+    # The ranks are null where the file truncates the list.
     "groups": build_schema("group description backend size ranks", {"ranks": pl.List(pl.Int32)}),
-    # `step` is the number in the name, unique here and ascending; it ends with the start of the
-    # next one, the last with its own span. It is not complete where the recording cuts it off.
+    # `step` is the number in the name, unique here and ascending. A step ends at the start of the
+    # next one, the last at the end of its own span. `complete` is false where the recording cuts
+    # the step off.
     "steps": build_schema(
         "step name start_ns end_ns evidence complete",
         {"evidence": pl.Enum(["profiler-step", "mark", "annotation", "request"])},
     ),
-    # `event` is the op, annotation or kernel it is about; kind: all_reduce, all_gather,
-    # reduce_scatter, all_to_all, broadcast, send, ...; ranks as recorded (may be cut); bytes are
-    # null where the element type is unknown; `peer` is the root, source or destination.
+    # `event` is the op, annotation or kernel of the call; kind: all_reduce, all_gather,
+    # reduce_scatter, all_to_all, broadcast, send, ...; ranks as recorded (may be truncated); bytes
+    # are null where the element type is unknown; `peer` is the root, source or destination.
     "collectives": build_schema(
         "event kind group group_size ranks element_type in_elements out_elements in_bytes out_bytes sequence peer",
         "in_splits out_splits asynchronous",
@@ -104,8 +101,8 @@ SCHEMAS: dict[str, pl.Schema] = {
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown; memory: pageable, pinned, device, ...
     "copies": build_schema("event kind bytes source_memory target_memory"),
-    # One row per kernel of which the profiler says how it fills the device; its occupancy is
-    # estimated.
+    # One row per kernel for which the profiler reports how it fills the device; its occupancy is an
+    # estimate.
     "kernels": build_schema("event blocks_per_sm warps_per_sm occupancy_percent"),
     # kind as recorded: Context Sync, Stream Sync, Event Sync, Stream Wait Event; the correlation is
     # that of the awaited event record.
@@ -122,9 +119,9 @@ SCHEMAS: dict[str, pl.Schema] = {
     ),
     # `module_id`: of nn.Module calls.
     "python": build_schema("event python_id python_parent module_id", {"python_parent": pl.Int64}),
-    # One row per op that has shapes; the lists as JSON text, one entry per input.
+    # One row per op with recorded shapes; lists as JSON text, one entry per input.
     "tensors": build_schema("event shapes types strides concrete"),
-    # Negative bytes are a free; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is
+    # Negative bytes are frees; device_type: cpu, cuda, hip, xpu, mtia, ...; `allocated_bytes` is
     # the allocator's own running total, `op` the innermost op on that thread at that time.
     "allocations": build_schema(
         "time_ns address bytes device_type device allocated_bytes reserved_bytes process thread op step",
@@ -132,27 +129,27 @@ SCHEMAS: dict[str, pl.Schema] = {
     ),
     "counters": build_schema("time_ns process name key value"),
     "marks": build_schema("time_ns name process thread bytes"),
-    # The range of bytes of the event in the (decompressed) file.
+    # The byte range of the event in the (decompressed) file.
     "sources": build_schema("event offset length", {"length": pl.Int32}),
 }
 
 
 @cache
 def make_empty_frame(name: str) -> pl.DataFrame:
-    """The frame `name` without rows."""
+    """Returns the frame `name` without rows."""
     return pl.DataFrame(schema=SCHEMAS[name])
 
 
 _SLICE_ROWS = (
     1 << 20
-)  # rows added up at once, since a sum as long as a very large trace would lie in memory
+)  # rows summed at once, since the end times of all rows would take too much memory
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What the file says about the process and the recording.
+    """Metadata of the process and the recording.
 
-    Unknown is None, with the reason in the notices.
+    Unknown values are None; the notices give the reason.
     """
 
     path: str
@@ -163,7 +160,7 @@ class Meta:
     host: str | None = None
     process: int | None = None  # the process id with most host events
     backend: str | None = None
-    base_ns: int = 0  # what was added to every time of the file
+    base_ns: int = 0  # added to every time of the file
     clock: str = "unix"  # unix or unknown (time since boot of a host)
     unit_ns: int = 1  # resolution of the file's times: 1, or 1000 for whole microseconds
     event_count: int = 0  # entries of traceEvents, all phases
@@ -179,10 +176,9 @@ class Meta:
 
 @dataclass(frozen=True)
 class Trace:
-    """One process's part of a run: fixed columns (see `traceloom.trace.trace`), small tables,
-    notices.
+    """One process's part of a run: frames with fixed columns (`SCHEMAS`), metadata and notices.
 
-    A frame may be given as `Deferred`: it is made when it is first asked for, and kept then.
+    A frame may be given as a `DeferredFrame`, which is built on first use and then kept.
     """
 
     meta: Meta
@@ -205,7 +201,7 @@ class Trace:
     notices: tuple[Notice, ...] = ()
 
     def __post_init__(self) -> None:
-        """Set the frames apart that are made later."""
+        """Separates the frames that are built later."""
         attributes = self.__dict__
         attributes["_waiting"] = {
             name: attributes.pop(name)
@@ -216,7 +212,7 @@ class Trace:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """A frame that was not asked for before; nothing else is missing."""
+            """Builds a deferred frame on first access."""
             waiting = self.__dict__.get("_waiting", {})
             deferred = waiting.get(name)
             if deferred is None:
@@ -226,7 +222,7 @@ class Trace:
             return frame
 
     def with_deferred(self, name: str, frame: DeferredFrame) -> Trace:
-        """The same trace with another frame, which is made when it is first asked for."""
+        """Returns the trace with one frame replaced by another that is built on first use."""
         other = object.__new__(Trace)
         other.__dict__.update(self.__dict__)
         other.__dict__.pop(name, None)
@@ -234,7 +230,7 @@ class Trace:
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """All frames made, since what makes them cannot leave the process."""
+        """Builds all frames, since what builds them cannot be pickled."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
@@ -264,7 +260,7 @@ class Trace:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in SCHEMAS}
 
     def gpu_work(self) -> pl.DataFrame:
-        """The rows of kernels, copies and fills."""
+        """Returns the events that are kernels, copies or fills."""
         return self.events.filter(pl.col("category").is_in(GPU_WORK))
 
     def __repr__(self) -> str:
@@ -272,7 +268,7 @@ class Trace:
         return f"<Trace rank {rank}: {self.events.height:,} events, {self.steps.height} steps, {self.meta.path}>"
 
     def check(self) -> None:
-        """Raise InvariantError where the trace breaks its own laws.
+        """Raise InvariantError if the trace breaks one of its invariants.
 
         Columns are as declared; ids are row numbers; rows are sorted by start; parents stand on the
         same lane and enclose their children up to `nested_end_ns`; self times are >= 0 and add up
@@ -336,7 +332,7 @@ class Trace:
                     raise broken("references", f"frame {name} points past the last event")
 
 
-# One row per node, ascending by id, which is the order in which the ops began. `id` is that in the
+# One row per node, ascending by id, which is the order in which the ops began. `id` is as in the
 # host trace; record function 0 and autograd sequence -1 in the file are null here. Threads have
 # PyTorch's own numbers: 1, 2, 3. Inputs and outputs are lists as JSON text, `attributes` every
 # other attribute of the node, as a JSON object.
@@ -345,25 +341,26 @@ HOST_OPS = build_schema(
     "input_shapes input_types outputs output_shapes output_types attributes",
     dict.fromkeys(("parent", "forward_parent", "thread", "forward_thread"), pl.Int64),
 )
-# Nodes that stand for a process or a thread; the first word in brackets is always PyTorch's.
+# Nodes that stand for a process or a thread; the prefix in brackets is always PyTorch's.
 _ROOT_PATTERN = r"^\[pytorch\|profiler\|execution_(?:trace|graph)\|(?:process|thread)\]$"
 GROUP_LIST = "## process_group:init ##"
 
 
 @dataclass(frozen=True)
 class HostTrace:
-    """What PyTorch's execution trace observer wrote of one process.
+    """The execution trace (host trace) that PyTorch's observer wrote for one process.
 
     Attributes:
         path: The file.
-        ops: One row per node, ascending by id; columns as `HOST_OPS`. Process and thread nodes are among them.
-        schema: Version of the format as the file says it; None where it does not.
+        ops: One row per node, ascending by id; columns as in `HOST_OPS`. Process and thread nodes
+            are included.
+        schema: Version of the format as stated in the file; None where it is missing.
         process: Process id.
         rank: The rank, from the capture or the file name.
-        recorded_at: Local time of day at which the observer began, as written.
-        start_ms: When it began, ms of a clock that only counts up; no Unix time.
-        finish_ms: When it ended; None where the file is cut.
-        groups: Process groups known when it began; columns as the trace's `groups`.
+        recorded_at: Local time of day at which the observer started, as written.
+        start_ms: When it started, ms of a monotonic clock, not Unix time.
+        finish_ms: When it ended; None where the file is truncated.
+        groups: Process groups known at the start; columns as in the trace's `groups`.
         notices: What was repaired or lost.
     """
 
@@ -379,8 +376,8 @@ class HostTrace:
     notices: tuple[Notice, ...] = ()
 
     def roots(self) -> pl.Series:
-        """Which nodes stand for a process or a thread, not for an op; Boolean, one per row of
-        `ops`.
+        """Returns which nodes stand for a process or a thread rather than an op; Boolean, one per
+        row of `ops`.
         """
         return self.ops["name"].str.contains(_ROOT_PATTERN).fill_null(value=False).alias("root")
 

@@ -1,4 +1,4 @@
-"""Closed word lists: categories, copy directions."""
+"""Event categories and kinds of copies, with their names in Kineto traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNTIME = (
     "runtime"  # cuda_runtime (also hip*), xpu_runtime, mtia_runtime, privateuse1_runtime, Runtime
 )
 DRIVER = "driver"  # cuda_driver, xpu_driver, privateuse1_driver
-SYNC = "sync"  # cuda_sync, xpu_sync: what was waited for, and how long
+SYNC = "sync"  # cuda_sync, xpu_sync: the awaited work and the duration of the wait
 GPU_EVENT = "gpu_event"  # cuda_event: an event record on a stream, about 1 ns wide
 PYTHON = "python"  # python_function: frames and nn.Module calls
 OVERHEAD = "overhead"  # the profiler's own cost
@@ -81,7 +81,7 @@ FROM_KINETO = {
     "cuda_profiler_range": COUNTER_RANGE,
     "trace": PROFILER,
 }
-# What a command processor runs, by name (MTIA); all other names are computing.
+# Commands of a command processor by name (MTIA); all other names are computation.
 FROM_COMMAND = {
     "dma_request": COPY,
     "event_record": COMMAND,
@@ -93,14 +93,14 @@ _SHORT_PATTERN = re.compile(r"\b([HDPM])(?:to|2)([HDPM])\b", re.IGNORECASE)
 _LONG_PATTERN = re.compile(
     r"(host|device|peer|memory)_?to_?(host|device|peer|memory)", re.IGNORECASE
 )
-_KIND_LETTERS = {"h": "H", "d": "D", "p": "P", "m": "H"}  # XPU calls the host's side "memory"
+_KIND_LETTERS = {"h": "H", "d": "D", "p": "P", "m": "H"}  # XPU calls the host "memory"
 _CUPTI_KINDS = {"1": "HtoD", "2": "DtoH", "8": "DtoD", "9": "HtoH", "10": "PtoP"}
 _CUPTI_MEMORY = {"1": "pageable", "2": "pinned", "3": "device", "4": "array", "5": "managed"}
 
 
 def copy_kind(name: str, argument: str | None = None) -> str:
-    """HtoD, DtoH, DtoD, PtoP, HtoH, `fill` or `unknown`, from the event's name or its `copy kind`
-    argument.
+    """Returns HtoD, DtoH, DtoD, PtoP, HtoH, `fill` or `unknown`, from the event's name or its `copy
+    kind` argument.
 
     Example:
         >>> copy_kind("Memcpy DtoH (Device -> Pinned)"), copy_kind("Memcpy", "8")
@@ -120,8 +120,8 @@ def copy_kind(name: str, argument: str | None = None) -> str:
 def parse_memory_kinds(
     name: str, source: str | None = None, target: str | None = None
 ) -> tuple[str | None, str | None]:
-    """The kinds of memory a copy reads and writes: pageable, pinned, device ...; None where it is
-    not said.
+    """Returns the kinds of memory that a copy reads and writes: pageable, pinned, device ...; None
+    where unknown.
     """
     arrow = _ARROW_PATTERN.search(name)
     if arrow:

@@ -1,9 +1,9 @@
-"""The catalogue of columns, looked up by name and table; columns that mean the same everywhere.
+"""The catalogue of columns, looked up by name and table.
 
-Tables take their headings and units from here, pages what is shown on hover, the published schemas
-and docs/reference/report-columns.md the descriptions. A key is the name of a column; where the
-column of one table means something else, the path of its rows in the document and the name
-(`copies.kinds.bytes_per_s`).
+Tables take their headings and units from here, pages their tooltips, and the published schemas and
+docs/reference/report-columns.md their descriptions. A key is the name of a column; where the column
+has another meaning in one table, the key is the path of the table's rows in the document followed
+by the name (`copies.kinds.bytes_per_s`).
 """
 
 from __future__ import annotations
@@ -229,11 +229,11 @@ COLUMNS: dict[str, Column] = {
 
 
 def find_column(name: str, path: str = "") -> Column:
-    """The declaration of a column: the most specific one, of the rows at `path` or of those around
-    them, else of all.
+    """Returns the declaration of a column: the most specific one for the rows at `path` or at an
+    enclosing path, else the general one.
 
     Raises:
-        KeyError: there is none.
+        KeyError: There is none.
     """
     prefix = path
     while prefix and f"{prefix}.{name}" not in COLUMNS:
