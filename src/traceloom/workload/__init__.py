@@ -1,1 +1,1 @@
-"""Workloads: Chakra, simulation, replay, anonymizing."""
+"""Workloads: Chakra traces, simulation, replay and anonymization."""

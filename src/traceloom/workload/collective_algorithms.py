@@ -1,4 +1,6 @@
-"""Ring, tree, halving-doubling, direct, two-level as messages."""
+"""Algorithms of collectives as schedules of messages: ring, tree, halving-doubling, direct,
+two-level.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from traceloom.trace.array_types import Ints
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Round:
-    """Messages that ranks send in one go, in the order in which each rank sends its own.
+    """Messages that ranks send in one round, in the order in which each rank sends its own.
 
     Attributes:
-        source: Who sends, as a position in the group; shape (messages,).
-        target: Who receives.
-        bytes: How much.
-        reduced: Bytes that the target reduces once the message is there; 0 where it only stores them.
+        source: Sender, as a position in the group; shape (messages,).
+        target: Receiver, likewise.
+        bytes: Size of each message.
+        reduced: Bytes that the target reduces on arrival; 0 if it only stores them.
     """
 
     source: Ints
@@ -35,11 +37,11 @@ class Schedule:
 
     A rank goes through the rounds in order. It sends its messages of a round at once, as soon as
     all messages that earlier rounds sent it have arrived and are reduced; it does not wait for
-    rounds in which it has no part, nor for other ranks. Equal rounds are one object, so that a
-    schedule stays small.
+    rounds that do not involve it, nor for other ranks. Equal rounds are one object, to keep a
+    schedule small.
 
     Attributes:
-        ranks: How many ranks take part: positions 0 to ranks - 1 of the group.
+        ranks: Number of participating ranks: positions 0 to ranks - 1 of the group.
         rounds: The rounds.
     """
 
@@ -48,19 +50,19 @@ class Schedule:
 
     @property
     def messages(self) -> int:
-        """How many messages there are."""
+        """The number of messages."""
         return sum(len(part.source) for part in self.rounds)
 
     def sent_bytes(self) -> Ints:
-        """Bytes that each rank sends; shape (ranks,)."""
+        """Returns the bytes that each rank sends; shape (ranks,)."""
         sent = np.zeros(self.ranks, np.int64)
         for part in self.rounds:
             np.add.at(sent, part.source, part.bytes)
         return sent
 
     def check(self) -> None:
-        """Raise InvariantError where a message leaves the group, goes nowhere, or reduces more than
-        it brings.
+        """Raise InvariantError if a message leaves the group, has its source as its target, or
+        reduces more bytes than it carries.
         """
         for part in self.rounds:
             endpoints = np.concatenate([part.source, part.target])
@@ -75,7 +77,9 @@ class Schedule:
 def build_round(
     source: ArrayLike, target: ArrayLike, size: ArrayLike, *, reduce: bool = False
 ) -> Round:
-    """A round whose messages are all reduced, or none of them; scalars hold for all messages."""
+    """Returns a round in which all messages are reduced, or none; scalars apply to every
+    message.
+    """
     columns = np.broadcast_arrays(
         np.asarray(source, np.int64), np.asarray(target, np.int64), np.asarray(size, np.int64)
     )
@@ -86,19 +90,19 @@ def build_round(
 
 
 def split_evenly(size: int, count: int) -> Ints:
-    """`size` bytes in `count` pieces that differ by one byte at most and add up to it; shape
+    """Returns the sizes of `count` pieces of `size` bytes, which differ by at most one byte; shape
     (count,).
     """
     return np.diff(size * np.arange(count + 1, dtype=object) // count).astype(np.int64)
 
 
 def merge_schedules(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]:
-    """Rounds of schedules that run at the same time in groups of their own.
+    """Returns the rounds of schedules that run at the same time in disjoint groups.
 
     Args:
-        parts: Each schedule, and the positions that its positions have in the whole.
+        parts: Each schedule, and the positions in the whole group of its own positions.
     """
-    rounds: dict[tuple[int, ...], Round] = {}  # equal rounds of all parts stay one
+    rounds: dict[tuple[int, ...], Round] = {}  # equal rounds of all parts are merged once
     merged = []
     for k in range(max(len(schedule.rounds) for schedule, _ in parts)):
         part_rounds = [(s.rounds[k], positions) for s, positions in parts if k < len(s.rounds)]
@@ -113,7 +117,7 @@ def merge_schedules(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]
 
 
 def merge_rounds(parts: Iterable[Round]) -> Round:
-    """One round of the messages of several."""
+    """Returns one round with the messages of several."""
     several = list(parts)
     return Round(
         np.concatenate([part.source for part in several]),
@@ -124,10 +128,10 @@ def merge_rounds(parts: Iterable[Round]) -> Round:
 
 
 def compute_log2(ranks: int, algorithm: str) -> int:
-    """The logarithm of a number of ranks.
+    """Returns the binary logarithm of a number of ranks.
 
     Raises:
-        UsageError: `no-such-schedule`: it is no power of two.
+        UsageError: `no-such-schedule`: it is not a power of two.
     """
     if ranks & (ranks - 1):
         lower_power = 1 << (ranks.bit_length() - 1)
@@ -140,13 +144,17 @@ def compute_log2(ranks: int, algorithm: str) -> int:
 
 
 def build_direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None) -> Schedule:
-    """Whole buffers, or the k-th piece of every buffer to position k, in the order of distance.
+    """Returns a schedule that sends whole buffers, or the k-th piece of every buffer to position k,
+    in order of distance.
 
     Args:
-        kind: all_reduce, reduce_scatter, all_gather, all_to_all; of position 0: broadcast, reduce, gather, scatter.
-        ranks: How many.
-        size: Bytes: of all_gather one rank's part, else a rank's whole buffer (of gather and scatter the root's).
-        splits: Of all_to_all: bytes from each position (row) to each position; equal pieces where not given.
+        kind: all_reduce, reduce_scatter, all_gather, all_to_all; rooted at position 0: broadcast,
+            reduce, gather, scatter.
+        ranks: Number of ranks.
+        size: Bytes; one rank's part for all_gather, else a rank's whole buffer (the root's for
+            gather and scatter).
+        splits: For all_to_all: bytes from each position (row) to each position; equal pieces if
+            None.
     """
     if kind in {"broadcast", "reduce", "gather", "scatter"}:
         other_ranks = np.arange(1, ranks)
@@ -177,12 +185,12 @@ def build_direct(kind: str, ranks: int, size: int, *, splits: Ints | None = None
 
 
 def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
-    """Recursive halving, recursive doubling, or one after the other (thakur2005optimization).
+    """Recursive halving, recursive doubling, or both in sequence (thakur2005optimization).
 
     Args:
         kind: all_reduce, reduce_scatter, all_gather.
-        ranks: How many, a power of two.
-        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
+        ranks: Number of ranks, a power of two.
+        size: Bytes; one rank's part for all_gather, else a rank's whole buffer.
 
     Raises:
         UsageError: `no-such-schedule`: not a power of two.
@@ -193,8 +201,7 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     piece_sizes = split_evenly(total_size, ranks)
     halving = []
     for step in range(steps):
-        # What a rank gives away is for all positions that agree with its partner in the bits so
-        # far.
+        # A rank sends the pieces of all positions that agree with its partner in the bits so far.
         partner = position ^ (1 << step)
         low = (1 << (step + 1)) - 1
         sums = np.zeros(low + 1, np.int64)
@@ -203,7 +210,7 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     rounds = []
     if kind != "all_gather":
         rounds += [build_round(position, partner, out, reduce=True) for partner, out in halving]
-    if kind != "reduce_scatter":  # backwards: each sends what its partner sent it
+    if kind != "reduce_scatter":  # in reverse: each sends what its partner sent it
         rounds += [
             build_round(position, partner, out[partner]) for partner, out in reversed(halving)
         ]
@@ -211,15 +218,15 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
 
 
 def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
-    """Pieces go round the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce go
-    along it as a chain.
+    """Pieces travel around the ring: patarasuk2009bandwidth for all_reduce; broadcast and reduce
+    use the ring as a chain.
 
     Args:
-        kind: all_reduce, reduce_scatter, all_gather, all_to_all (blocks are handed on until they are there),
-            broadcast, reduce (both of position 0).
-        ranks: How many.
-        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
-        chunks: In how many parts a chain hands on its buffer.
+        kind: all_reduce, reduce_scatter, all_gather, all_to_all (blocks are forwarded to their
+            target), broadcast, reduce (both rooted at position 0).
+        ranks: Number of ranks.
+        size: Bytes; one rank's part for all_gather, else a rank's whole buffer.
+        chunks: Number of parts in which a chain forwards its buffer.
     """
     position = np.arange(ranks)
     following = (position + 1) % ranks
@@ -233,8 +240,8 @@ def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule
     else:
         piece_sizes = split_evenly(size, ranks)
         even = size % ranks == 0
-        # The piece that a rank sends first; at the end of a reduction it holds the one after its
-        # own, or its own.
+        # The piece that a rank sends first; after a reduction it holds the piece after its own,
+        # or its own.
         phases = {"all_reduce": ((0, True), (1, False)), "reduce_scatter": ((-1, True),)}[kind]
         for first, reduce in phases:
             same = build_round(position, following, piece_sizes, reduce=reduce)
@@ -247,15 +254,15 @@ def build_ring(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule
 
 
 def _build_chain(ranks: int, size: int, chunks: int, *, reduce: bool) -> tuple[Round, ...]:
-    """From position 0 to the last one, chunk after chunk; a reduction from the last one to position
-    0.
+    """From position 0 to the last one, chunk after chunk; a reduction runs from the last one to
+    position 0.
     """
     chunk = split_evenly(size, chunks)
     rounds = []
     for step in range(ranks - 1 + chunks - 1):
         link = np.arange(
             max(step - chunks + 1, 0), min(step, ranks - 2) + 1
-        )  # between two neighbours
+        )  # between two neighbors
         senders, receivers = (ranks - 1 - link, ranks - 2 - link) if reduce else (link, link + 1)
         rounds.append(build_round(senders, receivers, chunk[step - link], reduce=reduce))
     return tuple(rounds)
@@ -266,7 +273,7 @@ def build_tree(kind: str, ranks: int, size: int) -> Schedule:
 
     Args:
         kind: all_reduce (up and down), reduce, broadcast.
-        ranks: How many.
+        ranks: Number of ranks.
         size: Bytes of a rank's buffer.
     """
     steps = (ranks - 1).bit_length()
@@ -280,14 +287,14 @@ def build_tree(kind: str, ranks: int, size: int) -> Schedule:
 
 
 def build_double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> Schedule:
-    """Two binary trees with half the buffer each; who is a leaf of one is inside the other
+    """Two binary trees with half the buffer each; a leaf of one is an inner node of the other
     (sanders2009two).
 
     Args:
         kind: all_reduce, broadcast, reduce.
-        ranks: How many.
+        ranks: Number of ranks.
         size: Bytes of a rank's buffer.
-        chunks: In how many parts each half goes along its tree.
+        chunks: Number of parts in which each half travels along its tree.
     """
     slots: dict[int, list[Round]] = {}
     for parent, half in zip(
@@ -301,7 +308,7 @@ def build_double_tree(kind: str, ranks: int, size: int, *, chunks: int = 1) -> S
 
 
 def build_single_tree(parent: Ints, size: int) -> Schedule:
-    """All of an all_reduce along one tree, given as the parent of each position (-1 for the root)."""
+    """An all_reduce along one tree, given as the parent of each position (-1 for the root)."""
     rounds: dict[int, list[Round]] = {}
     for slot, part in _send_along_tree(parent, size, 1, "all_reduce"):
         rounds.setdefault(slot, []).append(part)
@@ -309,11 +316,11 @@ def build_single_tree(parent: Ints, size: int) -> Schedule:
 
 
 def compute_parents(ranks: int, root: int) -> Ints:
-    """A balanced binary tree of all other positions, in order, under the first or the last
+    """Returns a balanced binary tree of all other positions, in order, under the first or the last
     position.
 
     Args:
-        ranks: How many.
+        ranks: Number of ranks.
         root: 0 or ranks - 1.
 
     Returns:
@@ -332,7 +339,7 @@ def compute_parents(ranks: int, root: int) -> Ints:
 
 
 def compute_depths(parent: Ints) -> Ints:
-    """How far each position is from the root."""
+    """Returns the distance of each position from the root."""
     depth, ancestor = np.zeros(len(parent), np.int64), parent.copy()
     while (ancestor >= 0).any():
         depth += ancestor >= 0
@@ -341,10 +348,10 @@ def compute_depths(parent: Ints) -> Ints:
 
 
 def _send_along_tree(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
-    """Messages of one tree with the slot of time that each belongs to."""
+    """Returns the messages of one tree with the time slot of each."""
     depth = compute_depths(parent)
     position = np.flatnonzero(parent >= 0)
-    height = np.zeros(len(parent), np.int64)  # longest way down
+    height = np.zeros(len(parent), np.int64)  # longest path down
     for level in range(int(depth.max(initial=0)), 0, -1):
         positions = np.flatnonzero(depth == level)
         np.maximum.at(height, parent[positions], height[positions] + 1)
@@ -367,14 +374,14 @@ def _send_along_tree(parent: Ints, size: int, chunks: int, kind: str) -> list[tu
 
 
 def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule:
-    """Rings inside hosts of `local` neighbours, and rings between the hosts, of ranks with the same
-    position in theirs.
+    """Rings within hosts of `local` neighboring ranks, and rings between hosts of the ranks with
+    the same position in their host.
 
     Args:
         kind: all_reduce, reduce_scatter, all_gather.
-        ranks: How many, a multiple of `local`.
-        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
-        local: Ranks of a host.
+        ranks: Number of ranks, a multiple of `local`.
+        size: Bytes; one rank's part for all_gather, else a rank's whole buffer.
+        local: Ranks per host.
 
     Raises:
         UsageError: `no-such-schedule`: the hosts would differ in size.
@@ -412,7 +419,7 @@ def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule
     return Schedule(ranks, rounds)
 
 
-_BARRIER_BYTES = 8  # of each rank
+_BARRIER_BYTES = 8  # per rank
 
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "ring": ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"),
@@ -431,7 +438,9 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
     "double-tree": ("all_reduce", "broadcast", "reduce"),
     "two-level": ("all_reduce", "reduce_scatter", "all_gather"),
 }
-"""What each algorithm can do; a barrier is an all_reduce of 8 bytes per rank."""
+"""The kinds of collectives that each algorithm supports; a barrier is an all_reduce of 8 bytes per
+rank.
+"""
 ALGORITHMS = tuple(KINDS_OF)
 
 
@@ -445,20 +454,21 @@ def build_schedule(
     local: int = 1,
     splits: Ints | None = None,
 ) -> Schedule:
-    """The messages of a collective.
+    """Returns the messages of a collective.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter (position 0 is the
-            root), barrier.
-        algorithm: One of `ALGORITHMS`.
-        ranks: How many, >= 1.
-        size: Bytes: of all_gather one rank's part, else a rank's whole buffer.
-        chunks: Of chains and double trees: in how many parts buffers are handed on.
-        local: Of two-level: ranks of a host.
-        splits: Of a direct all_to_all: bytes from each position (row) to each position.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter
+            (position 0 is the root), barrier.
+        algorithm: A key of `KINDS_OF`.
+        ranks: Number of ranks, >= 1.
+        size: Bytes; one rank's part for all_gather, else a rank's whole buffer.
+        chunks: For chains and double trees: number of parts in which buffers are forwarded.
+        local: For two-level: ranks per host.
+        splits: For a direct all_to_all: bytes from each position (row) to each position.
 
     Raises:
-        UsageError: `no-such-schedule`: the algorithm cannot do it, with so many ranks or at all.
+        UsageError: `no-such-schedule`: the algorithm does not support the kind, or not this number
+            of ranks.
     """
     if kind == "barrier":
         kind, size = "all_reduce", _BARRIER_BYTES * ranks

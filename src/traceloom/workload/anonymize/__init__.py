@@ -1,1 +1,1 @@
-"""Traces without the names of their owners."""
+"""Rewriting traces without anything that identifies their owners."""

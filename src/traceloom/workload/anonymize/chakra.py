@@ -1,5 +1,5 @@
-"""A Chakra trace (.et), rewritten message by message: a new message with what is known, never the
-old one changed.
+"""Rewriting a Chakra trace (.et) message by message: each new message is built from known fields;
+the old one is never modified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from traceloom.workload.chakra.graph_layout import is_ours
 
 _SUFFIX = re.compile(
     r"(.*)\((\d{1,4})\)", re.DOTALL
-)  # the parts of one operator, as the upstream converter counts them
+)  # a part of an operator, as numbered by the upstream converter
 _SCHEMA = re.compile(r"\d{1,2}\.\d{1,2}\.\d{1,2}(-chakra\.\d{1,2}\.\d{1,2}\.\d{1,2})?")
 _VERSION = re.compile(r"\d{1,3}(\.\d{1,3}){0,3}")
 _NODE_TYPE = re.compile(
@@ -132,9 +132,9 @@ class ChakraRewriter:
 
     Args:
         path: The file.
-        rules: What becomes of values.
-        account: Told what is left out.
-        hidden: Told the shapes.
+        rules: Rules for values.
+        account: Counts what is dropped.
+        hidden: Collects the shapes.
         origin_us: Subtracted from start times.
     """
 
@@ -164,7 +164,7 @@ class ChakraRewriter:
         """Rewrite the file.
 
         Raises:
-            InputError: It is no Chakra trace, or damaged beyond its end.
+            InputError: It is not a Chakra trace, or is damaged beyond its end.
             OSError: The new file cannot be written.
         """
         collapse = self._rules.policy.structure == COLLAPSE
@@ -214,7 +214,7 @@ class ChakraRewriter:
             duration_micros=old.duration_micros,
         )
         if chains is not None:
-            # The first node of a chain, or one that stands alone, without what leads back to single
+            # The first node of a chain, or a single node, without fields that identify single
             # operators.
             new.ctrl_deps.extend(chains.of(list(old.ctrl_deps), old.id))
             new.data_deps.extend(chains.of(list(old.data_deps), old.id))
@@ -243,7 +243,7 @@ class ChakraRewriter:
                 for (
                     field,
                     rewrite,
-                ) in rewrites.items():  # each text keeps its spelling, of Python or of JSON
+                ) in rewrites.items():  # each text keeps its syntax, Python or JSON
                     value, python = listed[field]
                     text = repr(rewrite(value)) if python else json.dumps(rewrite(value))
                     quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
@@ -303,7 +303,7 @@ class ChakraRewriter:
         return new_name
 
     def _attribute(self, old: AttributeProto) -> AttributeProto | None:
-        """A new attribute, or None to leave it out."""
+        """Returns a new attribute, or None to drop it."""
         member = old.WhichOneof("value")
         name = old.name
         if member is None:
@@ -328,7 +328,7 @@ class ChakraRewriter:
                 _clip_to_field("int64_val", rewrite_item(item)) for item in value.values
             )
         elif name in ("inputs", "outputs") and member == "string_list":
-            # `[name, size, name, size, ...]`, as symbolic generators write tensors.
+            # `[name, size, name, size, ...]`, the tensor syntax of symbolic generators.
             for index, item in enumerate(value.values):
                 is_size = index % 2 and item.isdecimal() and len(item) <= 20
                 names, shapes = self._rules.names, self._rules.shapes
@@ -354,7 +354,7 @@ class ChakraRewriter:
 
 
 def _parse_list(text: str) -> tuple[list[Any], bool]:
-    """A list written as JSON or as Python writes it, and whether it was Python's way."""
+    """Returns a list written in JSON or Python syntax, and whether it was Python's."""
     for python, read in ((False, json.loads), (True, ast.literal_eval)):
         try:
             value = read(text)
@@ -370,7 +370,9 @@ def _get_value(attribute: AttributeProto) -> Any:
 
 
 def _clip_to_field(member: str | None, number: int) -> int:
-    """The number, or the nearest one that the field holds: rounding and adding lead beyond it."""
+    """Returns the nearest number that the field can hold, since rounding and summing may exceed
+    it.
+    """
     if member in ("double_val", "float_val"):
         return number
     bit_count = 1 if member == "bool_val" else 32 if "32" in str(member) else 64
@@ -383,10 +385,11 @@ def _encode_value(value: Any) -> bytes:
 
 
 def find_first_start(path: Path) -> int | None:
-    """The earliest start time of a `.et` file; None where it has none.
+    """Returns the earliest start time of a `.et` file; None if it has none.
 
-    0 says elsewhere that a node has no time. In files that a graph was written to, `start_ns` tells which have: their
-    first node may well start at 0, and must not be moved against the others.
+    In most files, 0 means that a node has no time. Files written from a graph mark the nodes that
+    have one with `start_ns`: there, the first node may start at 0 and must not be shifted against
+    the others.
     """
     earliest: int | None = None
     with EtReader(path) as reader:
@@ -402,7 +405,7 @@ def find_first_start(path: Path) -> int | None:
 
 
 def write_groups(path: Path, rules: Rules, account: RewriteStats, target: Path) -> None:
-    """Rewrite `comm_groups.json`: name of a group -> its ranks.
+    """Rewrite `comm_groups.json`, which maps names of groups to their ranks.
 
     Raises:
         InputError: It cannot be read.

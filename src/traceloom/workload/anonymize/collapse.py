@@ -1,11 +1,11 @@
 """`--structure collapse` for device traces and Chakra.
 
-The tree of operators, annotations and Python frames tells how a model is built. What is left is
+The tree of operators, annotations and Python frames reveals how a model is built. What is kept is
 when a thread was in any operator at all, so that launches, waits and idle time keep their causes.
 
-A node is joined to the one it waits for where nothing else waits for that one and both run in the
-same place: then the chain takes as long as its nodes together, whatever happens around it, so that
-times and dependencies stay.
+In Chakra, a node is joined to its predecessor if nothing else waits for that one and both run in
+the same place. The chain then takes exactly as long as its nodes together, whatever happens around
+it, so times and dependencies are preserved.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class FusedThread:
     """The fused operators of one thread.
 
     Attributes:
-        process, thread: As the file writes them.
-        spans: When they ran.
+        process, thread: As written in the file.
+        spans: Start and end of each.
     """
 
     process: str
@@ -46,8 +46,8 @@ class FusedThread:
 
 
 def merge_host_work(trace: Trace) -> list[FusedThread]:
-    """For each host thread the time inside operators, without launches and communication, which
-    stay events.
+    """Returns, for each host thread, the time inside operators, without launches and communication,
+    which remain events.
     """
     host = trace.lanes.filter(pl.col("kind") == "host").select("lane", "process", "thread")
     events = trace.events.select("lane", "name", "category", "start_ns", "nested_end_ns")
@@ -72,7 +72,7 @@ def merge_host_work(trace: Trace) -> list[FusedThread]:
         spans = subtract_spans(op_spans, visible_spans)
         borders = lane_events.filter(is_step_or_loading)
         if spans.start.size:
-            # The same time in more pieces: none of them crosses a border of a step or of loading.
+            # Split the time so that no piece crosses the boundary of a step or of data loading.
             cuts = np.unique(
                 np.concatenate(
                     [borders["start_ns"].to_numpy(), borders["nested_end_ns"].to_numpy()]
@@ -100,8 +100,8 @@ def format_microseconds(time_ns: int) -> bytes:
 
 
 def build_border_events(first_ns: int, last_ns: int) -> list[bytes]:
-    """Two events without length at the ends of the trace, which may have begun with what is left
-    out.
+    """Returns two zero-length events at the ends of the trace, whose first and last events may be
+    dropped.
     """
     head = b'{"ph":"X","cat":"overhead","name":"Resource","pid":-1,"tid":0,"ts":'
     return [
@@ -113,10 +113,10 @@ def build_border_events(first_ns: int, last_ns: int) -> list[bytes]:
 def format_fused_events(
     threads: list[FusedThread], thread_ids: dict[tuple[str, str], bytes], origin_ns: int
 ) -> Iterator[list[bytes]]:
-    """The fused operators as events, some thousand at a time.
+    """Yields the fused operators as events, some thousands at a time.
 
     Args:
-        threads: From `fused`.
+        threads: From `merge_host_work`.
         thread_ids: (process, thread) -> `"pid":1,"tid":2` of the output.
         origin_ns: Subtracted from the times.
     """
@@ -153,17 +153,17 @@ _LANE = (
     "stream",
     "device",
     "lane",
-)  # where a node computes: processor, thread or stream
+)  # where a node runs: processor, thread or stream
 
 
 @dataclass(slots=True)
 class Chains:
-    """Which nodes are joined.
+    """Chains of joined nodes.
 
     Attributes:
-        head: Node -> first node of its chain, for all others than the first.
-        duration_us: First node -> duration of all of its chain.
-        sums: (first node, attribute) -> sum over the chain, of `SUMMED`.
+        head: Node -> first node of its chain, for all nodes but the first.
+        duration_us: First node -> duration of the whole chain.
+        sums: (first node, attribute) -> sum over the chain, for the attributes in `SUMMED`.
     """
 
     head: dict[int, int] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Chains:
     sums: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def of(self, ids: list[int], node_id: int) -> list[int]:
-        """Dependencies after joining: once each, and never on the node itself."""
+        """Returns dependencies after joining, without duplicates and without the node itself."""
         return [
             node
             for node in dict.fromkeys(self.head.get(node, node) for node in ids)
@@ -180,10 +180,10 @@ class Chains:
 
 
 def find_chains(path: Path) -> Chains:
-    """Read a file and find its chains; takes some hundred bytes of memory per node.
+    """Read a file and find its chains; takes a few hundred bytes of memory per node.
 
     Raises:
-        InputError: The file is no Chakra trace.
+        InputError: The file is not a Chakra trace.
     """
     lanes: dict[int, tuple[Any, ...]] = {}
     waits: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
@@ -228,9 +228,7 @@ def find_chains(path: Path) -> Chains:
 
 
 def _find_chain_heads(before: dict[int, int]) -> dict[int, int]:
-    """The first node of each chain, by steps that double; a chain that closes upon itself is left
-    alone.
-    """
+    """Returns the first node of each chain by pointer doubling; cycles are left alone."""
     heads = dict(before)
     for start in before:
         trail: list[int] = []
@@ -249,6 +247,6 @@ def _find_chain_heads(before: dict[int, int]) -> dict[int, int]:
 
 
 def get_number(attribute: AttributeProto) -> float:
-    """The number that an attribute holds; 0 where it holds none."""
+    """Returns the number in an attribute; 0 if it has none."""
     value = getattr(attribute, attribute.WhichOneof("value") or "int64_val")
     return value if isinstance(value, (int, float)) and abs(value) < 2**64 else 0

@@ -1,4 +1,6 @@
-"""A host trace, rewritten from the columns that the reader makes: damaged files come out whole."""
+"""Rewriting a host trace from the columns that the reader returns, which also repairs damaged
+files.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ _NEWEST_SCHEMA = "1.1.1-chakra.0.0.4"
 _NO_TIME = "1970-01-01 00:00:00"
 _USER_SCOPE = 7
 _BACKENDS = ("triton", "cpp", "cutlass", "")
-# Attribute: (type in the file, column, value where there is none).
+# Attribute: (type in the file, column, default value).
 _ATTRIBUTES = (
     ("rf_id", "uint64", "record_function_id", 0),
     ("fw_parent", "uint64", "forward_parent", 0),
@@ -55,7 +57,7 @@ _NUMBERS = ("global_rank_start", "global_rank_stride", "pg_size")
 
 
 class HostRewriter:
-    """Rewrites one host trace; nodes are written as schema 1.0.2 and later have them."""
+    """Rewrites one host trace; nodes are written as in schema 1.0.2 and later."""
 
     def __init__(
         self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes
@@ -65,13 +67,11 @@ class HostRewriter:
         self._account = account
         self._hidden = hidden
         self._tensors = Tensors(rules.names, rules.shapes, rules.policy, account)
-        self._above: dict[
-            int, int
-        ] = {}  # with `collapse`: region of the user -> what stands above it
+        self._above: dict[int, int] = {}  # with `collapse`: user annotation -> its parent
         self.envelope: dict[str, Any] = {}
 
     def frames(self) -> Iterator[pl.DataFrame]:
-        """The nodes as the reader sees them."""
+        """Yields the nodes as the reader returns them."""
         damage = DamageLog(entry="node", list_key="nodes")
         with open_input(self._path) as stream:
             text = HostTraceScanner(read_text_pieces(stream, damage), damage, str(self._path))
@@ -82,7 +82,7 @@ class HostRewriter:
         """Rewrite the trace into a new file.
 
         Raises:
-            InputError: The file is no host trace.
+            InputError: The file is not a host trace.
             OSError: The new file cannot be written.
         """
         if self._rules.policy.structure == COLLAPSE:
@@ -114,7 +114,7 @@ class HostRewriter:
                 if lines:
                     out.write(chunk if first else b",\n" + chunk)
                     first = False
-            # What stands beside the nodes: the order of keys means nothing to readers.
+            # The fields besides the nodes; readers ignore the order of keys.
             old = self.envelope
             start, finish, process = (
                 parse_whole_number(old.get(key)) for key in ("start_ts", "finish_ts", "pid")
@@ -199,7 +199,7 @@ class HostRewriter:
         }
 
     def _attribute(self, key: str, value: Any) -> dict[str, Any] | None:
-        """An attribute beyond those of every version; None leaves it out."""
+        """Rewrites an attribute that only some versions have; None drops it."""
         names = self._rules.names
         new_value: Any = None
         kind = "string"
@@ -231,7 +231,7 @@ class HostRewriter:
 
 
 def _parse_json(text: str | None, kind: type[T]) -> T:
-    """A list or object of JSON; an empty one where the text is no such thing."""
+    """Returns a JSON list or object; an empty one if the text is not of that type."""
     try:
         value = json.loads(text) if text else None
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Which files, of which kind."""
+"""Finding the files to rewrite and their kinds, and staging the output."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from traceloom.system.files import build_natural_key, read_small
 from traceloom.system.process import clean_up_on_exit
 
 ENDINGS = (".json", ".json.gz", ".et", ".et.gz")
-"""Of a single file; other names are those of directories."""
+"""Suffixes of single files; all other output names are directories."""
 OUTPUT_FILES = (
     r"(capture-\d+/)?(rank\d+|trace-\d+|workload\.\d+|capture|comm_groups)[\w.-]*\.(json|et)(\.gz)?"
 )
-"""What a directory of ours holds, as a regular expression."""
+"""Names of the files in an output directory of ours, as a regular expression."""
 _GZIP_LEVEL = 1
 _COPY_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
 def open_output(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, compressed where its name ends in .gz; without the time and the name that
+    """Opens a file for writing, compressed if its name ends in .gz, without the time and name that
     gzip would add.
     """
     with path.open("wb") as handle:
@@ -50,15 +50,15 @@ def open_output(path: Path) -> Iterator[BinaryIO]:
 
 
 class Staging:
-    """Files made beside the place where they will stand.
+    """Temporary output next to its final place, moved there by `commit`.
 
     Args:
-        target: A directory, or a single file where `single`.
+        target: A directory, or a single file if `single`.
         single: The target is one file.
-        force: What we wrote there before may be replaced.
+        force: Allow replacing earlier output of ours.
 
     Raises:
-        OutputError: slug `file-exists`: something is there; slug `cannot-write`: the place is forbidden.
+        OutputError: slug `file-exists`: something is there; slug `cannot-write`: no permission.
     """
 
     def __init__(self, target: Path, *, single: bool, force: bool) -> None:
@@ -92,13 +92,13 @@ class Staging:
                 raise error
 
     def path(self, name: str) -> Path:
-        """Where a file is made."""
+        """Returns the temporary path of a file, below the staging directory."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
     def commit(self, name: str | None = None) -> None:
-        """Put everything in its place."""
+        """Moves everything to its final place."""
         if self._single and name is not None:
             files.keep_mode(self.target, self.folder / name)
             (self.folder / name).replace(self.target)
@@ -108,7 +108,7 @@ class Staging:
 
 
 def concatenate_files(parts: list[Path], target: Path) -> None:
-    """One file of several, which are removed; members of gzip may stand one behind the other."""
+    """Concatenates files and deletes them; gzip allows several members in sequence."""
     with target.open("wb") as out:
         for part in parts:
             with part.open("rb") as source:
@@ -131,11 +131,12 @@ class InputFile:
 
     Attributes:
         path: The file.
-        kind: KINETO, HOST, CHAKRA, CAPTURE (capture.json or a part of it) or GROUPS (comm_groups.json).
-        name: Path of what becomes of it, below the output.
-        rank: By capture.json or the file's name, where these tell; None where they do not.
+        kind: KINETO, HOST, CHAKRA, CAPTURE (capture.json or a part of it) or GROUPS
+            (comm_groups.json).
+        name: Path of the rewritten file, below the output.
+        rank: From capture.json or the file's name; None where unknown.
         entry: This rank's part of capture.json.
-        graph: It is the graph step of a capture, whose times mean nothing beside the others.
+        graph: It is the graph step of a capture, whose times are not comparable with the others.
     """
 
     path: Path
@@ -148,12 +149,12 @@ class InputFile:
 
 @dataclass(slots=True)
 class InputFiles:
-    """All files, and what is left out.
+    """All files to rewrite, and the number of those left out.
 
     Attributes:
         files: In the order in which they are rewritten.
         captures: Directory of a capture -> (its document, its new folder below the output).
-        left: Reason -> number of files that are not rewritten: nothing that is not understood is copied.
+        left: Reason -> number of files left out; files that are not understood are never copied.
     """
 
     files: list[InputFile] = field(default_factory=list)
@@ -161,15 +162,15 @@ class InputFiles:
     left: dict[str, int] = field(default_factory=dict)
 
     def leave(self, reason: str) -> None:
-        """Count a file that is left out."""
+        """Counts a file that is left out."""
         self.left[reason] = self.left.get(reason, 0) + 1
 
 
 def find(paths: list[Path]) -> InputFiles:
-    """Every file that the paths stand for.
+    """Returns every file that the paths stand for.
 
     Raises:
-        InputError: slug `unreadable`: not there; `no-traces`: nothing in it can be rewritten.
+        InputError: slug `unreadable`: not found; `no-traces`: nothing in it can be rewritten.
     """
     sources = InputFiles()
     seen_paths: set[Path] = set()
@@ -187,8 +188,7 @@ def find(paths: list[Path]) -> InputFiles:
     if not sources.files:
         location = ", ".join(str(path) for path in paths)
         raise InputError("there is no trace in it", slug="no-traces", where=location)
-    # New names: rank and kind, nothing of the old ones; captures in folders of their own where
-    # there are several.
+    # New names consist of rank and kind, without the old ones; several captures get a folder each.
     several = len(sources.captures) > 1 or (
         bool(sources.captures)
         and any(source.path.parent not in sources.captures for source in sources.files)
@@ -224,7 +224,7 @@ def find(paths: list[Path]) -> InputFiles:
 def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], depth: int) -> None:
     capture = read_capture(directory)
     if capture is not None:
-        # The files that capture.json names, and only those
+        # Only the files that capture.json lists
         document = capture[0]
         sources.captures[directory] = (document, "")
         listed = document.get("ranks")
@@ -283,8 +283,8 @@ def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], 
 
 
 def detect_kind(path: Path) -> str:
-    """KINETO, HOST, CHAKRA or GROUPS by the file's first bytes; what is none of them is KINETO, and
-    refused later.
+    """Returns KINETO, HOST, CHAKRA or GROUPS by the first bytes of a file; anything else counts as
+    KINETO and is rejected later.
 
     Raises:
         InputError: slug `unreadable`, `empty-file`.
@@ -305,10 +305,10 @@ def detect_kind(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A small JSON object.
+    """Reads a small JSON object.
 
     Raises:
-        InputError: slug `unreadable`: it is none.
+        InputError: slug `unreadable`: it is not a JSON object.
     """
     try:
         document = json.loads(read_small(path, _MAX_BYTES))

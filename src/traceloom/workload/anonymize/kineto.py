@@ -1,4 +1,4 @@
-"""Kineto traces and their arguments."""
+"""Rewriting Kineto traces and the arguments of their events."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _VALUE = re.compile(r"-?\d*\.?\d*([eE][+-]?\d+)?|True|False|None|inf|-inf|nan|")
 _LIST = re.compile(r"\[[\d\s,.\-+eE\[\]]*\]")
 _MAX_CACHED = 50_000
 
-NEUTRAL_KEYS = (  # numbers that say nothing of the model: ids, ranks, properties of the hardware and of the launch
+NEUTRAL_KEYS = (  # numbers unrelated to the model: ids, ranks, properties of the hardware and of the launch
     "External id",
     "external id",
     "Record function id",
@@ -125,8 +125,8 @@ SHAPE_DEPENDENT_KEYS = (
     "warps per SM",
     "memory bandwidth (GB/s)",
     "occupancy",
-)  # with these the shape comes back
-SENSITIVE = frozenset(  # known, and left out whatever the policy says
+)  # these reveal the shape
+SENSITIVE = frozenset(  # known, and dropped whatever the policy says
     (
         "Call stack",
         "Module Hierarchy",
@@ -156,7 +156,7 @@ SENSITIVE = frozenset(  # known, and left out whatever the policy says
     )
 )
 STRUCTURE_KEYS = frozenset(
-    (  # left out with `collapse`; shapes stay, since only those of communication are left
+    (  # dropped with `collapse`; shapes stay, since only those of communication remain
         "External id",
         "external id",
         "Record function id",
@@ -208,10 +208,10 @@ class Arguments:
     """Rewrites the arguments of events.
 
     Args:
-        names: What names become.
-        shapes: What sizes become.
-        policy: The choices.
-        account: Told what is left out.
+        names: Pseudonyms of names.
+        shapes: Rounding of sizes.
+        policy: The policy.
+        account: Counts what is dropped.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Arguments:
                 return None
             return msgspec.json.encode([self.scalar(item) for item in value])
 
-        def block(value: Any) -> bytes | None:  # a choice of the kernel's author, no shape
+        def block(value: Any) -> bytes | None:  # chosen by the kernel's author, not a shape
             small = isinstance(value, list) and len(value) <= 3
             fits = small and all(isinstance(n, int) and 0 <= n < 4096 for n in value)
             return msgspec.json.encode(value) if fits else None
@@ -271,17 +271,17 @@ class Arguments:
             "Process Group Description": self._text(names.description),
             "Process Group Ranks": lambda raw: raw if _RANKS.fullmatch(raw) else None,
         }
-        if policy.structure == COLLAPSE:  # what leads back to single operators
+        if policy.structure == COLLAPSE:  # arguments that identify single operators
             table = {key: rule for key, rule in table.items() if key not in STRUCTURE_KEYS}
         self._rules = {key: (json.dumps(key).encode() + b":", rule) for key, rule in table.items()}
 
     def rewrite(self, args: dict[str, msgspec.Raw], *, talking: bool = False) -> bytes:
-        """The arguments of one event as the inside of a JSON object.
+        """Returns the arguments of one event as the inside of a JSON object.
 
         Args:
             args: Key -> JSON text.
-            talking: Whether it is communication: its bytes follow from its shapes, which stay as element counts where
-                shapes are left out.
+            talking: Whether it is communication. Its bytes follow from its shapes, which are kept
+                as element counts when shapes are dropped.
         """
         parts = []
         for key, raw in args.items():
@@ -314,7 +314,7 @@ class Arguments:
     # -- rules ------------------------------------------------------------------------------------------------
 
     def _remembered(self, kind: str, make: Callable[[Any], bytes | None]) -> Rule:
-        """A rule by the value of a JSON text, for each distinct text once."""
+        """Returns a rule that is evaluated once per distinct JSON text."""
 
         def rule(raw: bytes) -> bytes | None:
             key = (kind, raw)
@@ -327,7 +327,7 @@ class Arguments:
         return rule
 
     def _text(self, rewrite_text: Callable[[str], str | None]) -> Rule:
-        """A rule for texts; numbers are read as texts, as the reader does."""
+        """Returns a rule for texts; numbers are read as texts, as the reader does."""
 
         def make(value: Any) -> bytes | None:
             if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -338,8 +338,8 @@ class Arguments:
         return self._remembered(f"text {id(rewrite_text)}", make)
 
     def scalar(self, item: Any) -> str:
-        """One recorded value as text: numbers and truth values; lists are sizes, and treated as
-        shapes are.
+        """Returns one recorded value (number or Boolean) as text; lists are sizes and treated like
+        shapes.
         """
         text = str(item)[:400]
         if _VALUE.fullmatch(text):
@@ -353,14 +353,14 @@ class Arguments:
 
 
 def check_number(raw: bytes) -> bytes | None:
-    """A number, a whole number in quotes, or null; None for anything else."""
+    """Returns a number, a quoted integer or null unchanged; None for anything else."""
     if _NUMBER.fullmatch(raw) or _QUOTED.fullmatch(raw) or raw == b"null":
         return raw
     return None
 
 
 def decode_json(raw: bytes) -> Any:
-    """The value of some JSON; None where it cannot be read."""
+    """Returns the value of a JSON text; None if it is malformed."""
     try:
         return msgspec.json.decode(raw)
     except UnicodeDecodeError:
@@ -370,7 +370,7 @@ def decode_json(raw: bytes) -> Any:
 
 
 def _make_integer_rule(function: Callable[[int], int]) -> Rule:
-    """A rule for whole numbers; what stood in quotes stays in quotes."""
+    """Returns a rule for integers; quoted ones stay quoted."""
 
     def rule(raw: bytes) -> bytes | None:
         if raw.lstrip(b"-").isdigit() and len(raw) <= 20:
@@ -403,7 +403,7 @@ _MISSING = msgspec.Raw(b"null")
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Everything that decides what a value becomes, shared by all files of a run."""
+    """All rules for rewriting values, shared by all files of a run."""
 
     policy: Policy
     names: Pseudonyms
@@ -413,16 +413,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """What must be known of a file before it is rewritten.
+    """Facts about a file that are needed before it is rewritten.
 
     Attributes:
         path: The file.
         origin_ns: Subtracted from all times.
-        hosts: (process, thread) of host lanes, as texts; the others are devices and streams.
+        hosts: (process, thread) of host lanes, as texts; all others are devices and streams.
         base_ns: `baseTimeNanoseconds` of the file.
         threads: With `collapse`, the fused operators of each thread.
         steps: With `collapse`, names of the annotations that are steps.
-        step_ns: Start of steps -> duration as the reader has it, cut where a span that is left out ended.
+        step_ns: Start of a step -> duration as the reader returns it, cut where a dropped span
+            ended.
         window_ns: With `collapse`, first start and last end of the trace.
     """
 
@@ -438,13 +439,13 @@ class TraceFacts:
 
 @dataclass(slots=True)
 class _Plan:
-    """What to do with the events of one category, or with those of one phase."""
+    """How to rewrite the events of one category or phase."""
 
     head: bytes  # `{"ph":"X","cat":"kernel","name":`
     name: Callable[[str], str]
     device: bool
-    dropped: str = ""  # why they are left out
-    some: bool = False  # only steps and communication stay
+    dropped: str = ""  # reason why they are dropped
+    some: bool = False  # keep only steps and communication
     names: dict[bytes, bytes | None] = field(default_factory=dict)
     talking: set[bytes] = field(default_factory=set)  # names of communication
 
@@ -453,7 +454,7 @@ class _Rewriter:
     """Rewrites one Kineto file.
 
     Attributes:
-        metadata: Entries beside the events, complete when all pieces were taken.
+        metadata: Entries besides the events; complete once all pieces were consumed.
     """
 
     def __init__(self, facts: TraceFacts, rules: Rules, account: RewriteStats) -> None:
@@ -468,7 +469,9 @@ class _Rewriter:
         self._arrows: dict[tuple[bytes, bytes], bytes] = {}
 
     def pieces(self) -> Iterator[bytes]:
-        """The rewritten events, a piece per slice: each event on a line, commas between them."""
+        """Yields the rewritten events, one piece per slice: one event per line, separated by
+        commas.
+        """
         damage, facts, account = DamageLog(), self._facts, self._account
         with open_input(facts.path) as stream:
             document = Document(
@@ -502,7 +505,7 @@ class _Rewriter:
         ids_by_thread = {}
         for process, thread in {(fused.process, fused.thread) for fused in facts.threads}:
             id_texts = []
-            for text in (process, thread):  # the reader gives both as texts
+            for text in (process, thread):  # the reader returns both as texts
                 number = text.lstrip("-").isdigit() and text.isascii() and len(text) <= 20
                 id_texts.append(self.identity(int(text) if number else text, on_device=False))
             ids_by_thread[process, thread] = b'"pid":' + id_texts[0] + b',"tid":' + id_texts[1]
@@ -513,7 +516,7 @@ class _Rewriter:
     def entry(
         self, entry: dict[str, msgspec.Raw], start: int, duration: int, *, has_time: bool
     ) -> bytes | None:
-        """One event; None where it is left out."""
+        """Returns one event; None if it is dropped."""
         if not entry.keys() <= _ENTRY_KEYS:
             for key in entry.keys() - _ENTRY_KEYS:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
@@ -543,9 +546,7 @@ class _Rewriter:
             return self.left_out("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
             spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
-            if (
-                spelled not in self._arrows
-            ):  # category and name, as far as they are known; empty where neither is
+            if spelled not in self._arrows:  # category and name if known; else empty
                 texts = [
                     (key, decode_json(raw))
                     for key, raw in zip((b"cat", b"name"), spelled, strict=True)
@@ -657,7 +658,7 @@ class _Rewriter:
         )
 
     def named(self, plan: _Plan, entry: dict[str, msgspec.Raw]) -> bytes | None:
-        """The name as JSON; None where `collapse` leaves the event out."""
+        """Returns the name as JSON; None if `collapse` drops the event."""
         raw = bytes(entry.get("name", _MISSING))
         if raw in plan.names:
             return plan.names[raw]
@@ -685,7 +686,7 @@ class _Rewriter:
             return b""
         try:
             args = _ARGUMENTS.decode(raw)
-        except UnicodeDecodeError:  # of a key; what is no UTF-8 is read as U+FFFD
+        except UnicodeDecodeError:  # in a key; invalid UTF-8 is read as U+FFFD
             return self.rewritten(
                 {"args": msgspec.Raw(bytes(raw).decode("utf-8", "replace").encode())},
                 talking=talking,
@@ -696,7 +697,7 @@ class _Rewriter:
         return self._arguments.rewrite(args, talking=talking)
 
     def where(self, entry: dict[str, msgspec.Raw], *, device: bool | None) -> bytes:
-        """`"pid":1,"tid":2`; with `device` None the lanes of the file decide."""
+        """Returns `"pid":1,"tid":2`; if `device` is None, the lanes of the file decide."""
         key = (bytes(entry.get("pid", _MISSING)), bytes(entry.get("tid", _MISSING)), device)
         ids = self._lanes.get(key)
         if ids is None:
@@ -724,7 +725,7 @@ class _Rewriter:
 
 
 def _decode_entries(part: Slice) -> list[dict[str, msgspec.Raw]]:
-    """Each entry as key -> JSON text; malformed ones are mended as the reader mends them."""
+    """Returns each entry as key -> JSON text; malformed ones are repaired as in the reader."""
     try:
         entries = _ENTRIES.decode(b"[" + part.text + b"]")
     except PARSE_ERRORS:
@@ -755,11 +756,11 @@ def write_kineto(
 ) -> None:
     """Rewrite a Kineto trace into a new file.
 
-    The entries beside the events are known at the end only, but stand in front: they are written
-    last and joined.
+    The entries besides the events are known only at the end but come first in the file, so they are
+    written last and the parts are joined.
 
     Raises:
-        InputError: The file is no Kineto trace.
+        InputError: The file is not a Kineto trace.
         OSError: The new file cannot be written.
     """
     rewriter = _Rewriter(facts, rules, account)

@@ -1,5 +1,5 @@
-"""The leak report: every distinct text that is left, and every hidden shape that something else
-gives away.
+"""The leak report: every distinct text in the output, and every hidden shape that other values
+reveal.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PSEUDONYM, PUBLIC, FORMAT, OTHER = "pseudonym", "public", "format", "other"
 _PSEUDONYM_PATTERN = re.compile(rf"(?<![a-z])[{ALPHABET}]{{{LETTERS}}}(?![a-z])")
 _NUMBERS = re.compile(r"-?[\d.]+|\[[\d,\s.\-\[\]]*\]|")
 _LONG_NUMBER = re.compile(r"\d{2,}")
-_PART = re.compile(r"\(\d{1,4}\)$")  # of an operator in several parts, as Chakra files have them
+_PART = re.compile(r"\(\d{1,4}\)$")  # of an operator in several parts, as in Chakra files
 _WORD = re.compile(r"[A-Za-z]{5,}|\d{5,}")
 _MIN_DIMENSION = 17  # smaller numbers are tile sizes and element widths as often as dimensions
 _MAX_SHAPES = 100_000
-# Words by which our own pseudonyms tell what a thing does; they come from us, not from the input.
+# Words in our own pseudonyms that describe an object; they do not come from the input.
 # Keys and fixed words of the formats.
 _KEYS = (
     read_sections()["format"]
@@ -54,23 +54,24 @@ _SPOKEN_WORDS = read_sections()["spoken"]
 
 @dataclass(slots=True)
 class HiddenShapes:
-    """The distinct shapes of the input, for what gives them away.
+    """The distinct shapes of the input, to check what reveals them.
 
     Attributes:
-        shapes: (dimensions, bytes of an element) of every tensor; 0 bytes where the type is unknown.
-        products: Floating-point operations of the matrix products among the inputs of one operator, with their shapes.
+        shapes: (dimensions, element size in bytes) of every tensor; 0 bytes where the type is
+            unknown.
+        products: FLOPs of the matrix products among the inputs of one operator -> their shapes.
     """
 
     shapes: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
     products: dict[int, str] = field(default_factory=dict)
 
     def add_trace(self, trace: Trace) -> None:
-        """Take the input shapes of a trace's operators."""
+        """Adds the input shapes of a trace's operators."""
         for shapes, types in trace.tensors.select("shapes", "types").unique().iter_rows():
             self.add(_parse_list(shapes), _parse_list(types))
 
     def add(self, shapes: list[Any], types: list[Any]) -> None:
-        """Take the shapes and element types of one operator's inputs."""
+        """Adds the shapes and element types of one operator's inputs."""
         tensor_shapes = []
         for index, dims in enumerate(shapes):
             if isinstance(dims, list) and dims and all(isinstance(n, int) for n in dims):
@@ -90,11 +91,11 @@ class HiddenShapes:
                 self.products[flops] = f"{list(left)} x {list(right)}"
 
     def given_away(self, shapes: Shapes, kept_names: Iterable[str]) -> Iterator[dict[str, Any]]:
-        """Each hidden shape that the output still tells, and by what.
+        """Yields each hidden shape that the output still reveals, and by which value.
 
         Args:
-            shapes: What sizes became, and which stand in the output unrounded.
-            kept_names: Names that stayed as they are and are not public.
+            shapes: The rounded sizes, and those that are in the output unrounded.
+            kept_names: Unchanged names that are not public.
         """
         exact = shapes.exact
         numbers = {
@@ -105,7 +106,7 @@ class HiddenShapes:
         }
         for dims, size in sorted(self.shapes):
             if shapes.rounds and all(shapes.rounded(n) == n for n in dims):
-                continue  # it stands in the output, as one of many that would look the same
+                continue  # it is in the output, as one of many that would look the same
             count = math.prod(dims)
             channels = []
             if size and count * size >= _MIN_DIMENSION and count * size in exact:
@@ -125,13 +126,13 @@ class HiddenShapes:
 def build_leak_report(
     account: RewriteStats, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
 ) -> dict[str, Any]:
-    """Everything that the output tells in words, and the shapes it tells otherwise."""
+    """Returns all texts in the output by class, and the shapes that it reveals in other ways."""
     classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}
     unchanged = names.unchanged()
     for text in sorted(_decode_text(raw) for raw in account.strings):
         classes[PUBLIC if text in unchanged else _classify_text(text, names)].append(text)
-    # Words of hidden or dropped texts that stand in the output all the same, with one text that
-    # holds each.
+    # Words of hidden or dropped texts that are nevertheless in the output, with an example text
+    # for each.
     text_by_word: dict[str, str] = {}
     for text in classes[OTHER] + classes[PSEUDONYM]:
         for word in _WORD.findall(text.lower()):
@@ -201,7 +202,7 @@ def _parse_list(text: str | None) -> list[Any]:
 
 
 def _decode_text(raw: bytes) -> str:
-    """A JSON text without its quotes, or bytes that are none."""
+    """Returns a JSON text without its quotes, or bytes that are not JSON as text."""
     try:
         return str(json.loads(b'"' + raw + b'"'))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Metadata entries and capture.json."""
+"""Rewriting metadata entries of traces, and capture.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from traceloom.workload.anonymize.names import Pseudonyms
 from traceloom.workload.anonymize.policy import DROP, KEEP, Policy, RewriteStats, is_type
 from traceloom.workload.anonymize.sizes import Shapes
 
-# A base time that every reader takes for Unix time, and nobody for the truth: 2001-10-01, a
+# A base time that readers accept as Unix time but that is evidently artificial: 2001-10-01, a
 # multiple of Kineto's unit.
 BASE_NS = 7_889_238 * 127 * 10**9
 
@@ -56,7 +56,7 @@ _BACKEND = re.compile(
 )
 _SIMPLE = ("rank", "world_size", "pg_count")
 
-# Product names that everybody knows; what else stands in a device's name is left out.
+# Public product names; the rest of a device's name is dropped.
 _VENDOR = re.compile(r"\b(NVIDIA|AMD|Intel|Tesla|GeForce|Quadro|Instinct|Radeon)\b")
 _MODEL = re.compile(
     r"\b((?:GB|GH|[ABHLTVPK])\d{1,3}(?:S|G|X)?|MI\d{2,3}[AX]?|RTX (?:A?\d{4}|PRO \d{4})(?: Ti| SUPER)?"
@@ -66,7 +66,7 @@ _FORM_FACTOR = re.compile(r"\b(SXM\d?|PCIe|HBM\d(?:e)?|\d{2,3} ?GB|NVL|OAM)\b")
 
 
 class MetadataRewriter:
-    """Rewrites what stands beside the events."""
+    """Rewrites the entries besides the events."""
 
     def __init__(self, names: Pseudonyms, policy: Policy, account: RewriteStats) -> None:
         self._names = names
@@ -74,11 +74,12 @@ class MetadataRewriter:
         self._account = account
 
     def rewrite(self, metadata: dict[str, Any], *, unix: bool) -> dict[str, Any]:
-        """The entries of the output.
+        """Returns the entries of the output.
 
         Args:
             metadata: Entries of the file.
-            unix: The file's times are Unix times: the output says so too, with an origin of our own.
+            unix: Whether the file has Unix times; then the output states Unix times too, with our
+                own origin.
         """
         out: dict[str, Any] = {"schemaVersion": 1}
         for key, value in metadata.items():
@@ -125,13 +126,13 @@ class MetadataRewriter:
         return out | {"baseTimeNanoseconds": BASE_NS} if unix else out
 
     def host(self, value: Any) -> str | None:
-        """A host name."""
+        """Returns the pseudonym of a host name."""
         if not isinstance(value, str) or not value or self._policy.hosts == DROP:
             return None
         return self._names.host_name(value)
 
     def version(self, value: Any) -> Any:
-        """Numbers and dots of a version; what is local to somebody's build goes."""
+        """Returns the digits and dots of a version, without the label of a local build."""
         if self._policy.versions == DROP or isinstance(value, bool):
             return None
         if isinstance(value, int):
@@ -140,7 +141,7 @@ class MetadataRewriter:
         return match[0].removeprefix("v") if match else None
 
     def device_name(self, value: Any) -> str | None:
-        """Vendor, model, memory and form, where they are products that everybody knows."""
+        """Returns vendor, model, memory and form factor if they are public product names."""
         if not isinstance(value, str) or self._policy.devices == DROP:
             return None
         model = _MODEL.search(value)
@@ -153,7 +154,7 @@ class MetadataRewriter:
         )
 
     def backend(self, value: Any) -> str | None:
-        """A back end of communication, or several with the devices they serve."""
+        """Returns a communication backend, or several with the devices they serve."""
         if not isinstance(value, str):
             return None
         parts = [part.strip() for part in value.lower().split(",")]
@@ -204,12 +205,12 @@ class MetadataRewriter:
 
 
 def encode_json(value: Any) -> bytes:
-    """A value as JSON, for the account of what is left out."""
+    """Returns a value as JSON, for the statistics of dropped values."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def check_rank_list(value: Any) -> Any:
-    """A list of ranks, or its text; None for anything else."""
+    """Returns a list of ranks, or its text; None for anything else."""
     if isinstance(value, str):
         return value if re.fullmatch(r"\[[\d,\s]*(\.\.\.)?\s*\]?", value) else None
     if isinstance(value, list) and all(
@@ -263,7 +264,7 @@ _NOTICES = frozenset(
         "sources-left-out",
     )
 )
-# Who owned which memory: addresses, and names of modules and parameters.
+# Owners of memory: addresses, and names of modules and parameters.
 _LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
 
 
@@ -271,12 +272,12 @@ class CaptureRewriter:
     """Rewrites capture.json.
 
     Args:
-        names: What names become.
-        shapes: What sizes become.
-        policy: The choices.
-        account: Told what is left out.
+        names: Pseudonyms of names.
+        shapes: Rounding of sizes.
+        policy: The policy.
+        account: Counts what is dropped.
         origin_ns: Subtracted from all times.
-        files: Old name of a file -> new name; files that are not rewritten are not named any more.
+        files: Old name of a file -> new name; files that are not rewritten are not listed.
     """
 
     def __init__(  # noqa: PLR0917  (what all rewriting needs)
@@ -298,7 +299,7 @@ class CaptureRewriter:
         self._time = _make_integer_rule(lambda time_ns: time_ns + moved_ns)
 
     def rewrite(self, document: dict[str, Any]) -> bytes:
-        """The new capture.json."""
+        """Returns the new capture.json."""
         ranks = document.get("ranks")
         run_rules = dict.fromkeys(("exit_code", "signal"), _check_integer) | dict.fromkeys(
             ("started_ns", "ended_ns"), self._time
@@ -312,7 +313,7 @@ class CaptureRewriter:
             "ranks": [],
         }
         for entry in ranks if isinstance(ranks, list) else []:
-            if isinstance(entry, dict):  # its name is that of its file, or its number
+            if isinstance(entry, dict):  # named by its file, or by its number
                 window, rank = entry.get("window"), entry.get("rank")
                 name = (
                     f"rank{rank}" if isinstance(rank, int) and not isinstance(rank, bool) else None
@@ -328,8 +329,8 @@ class CaptureRewriter:
         return text
 
     def _by(self, value: Any, rules: dict[str, Rule], section: str) -> dict[str, Any]:
-        """An object by its rules; a key without a rule, and a value that its rule does not know,
-        are left out.
+        """Applies rules to an object by key; keys without a rule, and values that their rule
+        rejects, are dropped.
         """
         out: dict[str, Any] = {}
         for key, item in value.items() if isinstance(value, dict) else ():
@@ -419,8 +420,8 @@ class CaptureRewriter:
         overhead = dict.fromkeys(_OVERHEAD, _check_number) | {"ratio_of": _make_word_rule(_RATIOS)}
         notices = objects(
             {"slug": _make_word_rule(_NOTICES)}, "notices"
-        )  # the slug alone: messages hold paths
-        # Times that are moved stand on the clock of the capture already.
+        )  # only the slug: messages contain paths
+        # Shifted times are already on the clock of the capture.
         clock_rule: Rule = _check_integer if self._keeps_times else lambda _: None
         clock = dict.fromkeys(("offset_ns", "error_ns"), clock_rule)
         counts = (
@@ -449,13 +450,13 @@ class CaptureRewriter:
             "groups": objects(groups, "groups"),
             "created_ns": self._time,
             "written_ns": self._time,
-            # Of an exception that ended the process not even the name, which may be the user's.
+            # Not even the name of an exception that ended the process, since it may be user-defined.
             "ended": lambda value: (
                 "exception" if str(value).startswith("exception") else _make_word_rule(_ENDS)(value)
             ),
             "replay_of": lambda value: (
                 "a recorded run" if isinstance(value, str) else None
-            ),  # that it is one
+            ),  # only that there is one
             "window": lambda value: self._by(value, window_rules, "window"),
             "windows": objects(window_rules, "window"),
             "graph_step": lambda value: self._by(value, graph_step, "graph_step"),
@@ -479,7 +480,7 @@ def _make_word_rule(allowed_words: frozenset[str]) -> Rule:
 
 
 def _make_list_rule(rule: Rule) -> Rule:
-    """A rule for every item of a list; None where there is no list."""
+    """Returns a rule for every item of a list; None if the value is not a list."""
     return lambda items: (
         [None if item is None else rule(item) for item in items]
         if isinstance(items, list)
@@ -488,7 +489,7 @@ def _make_list_rule(rule: Rule) -> Rule:
 
 
 def _make_integer_rule(function: Callable[[int], int]) -> Rule:
-    """A rule for whole numbers: what a function makes of them."""
+    """Returns a rule that applies a function to integers."""
     return lambda value: None if (number := _check_integer(value)) is None else function(number)
 
 

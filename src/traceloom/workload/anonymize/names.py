@@ -1,7 +1,7 @@
 """Pseudonyms of host and device names.
 
-What an analysis reads out of a name (a phase, a step, a call that waits, a collective) is put into
-the pseudonym as a word; the words are few and say nothing else.
+What an analysis reads from a name (a phase, a step, a blocking call, a collective) is put into the
+pseudonym as a word; there are few such words, and they reveal nothing else.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _DIGITS = re.compile(r"\d+")
 COMMUNICATION = re.compile(r"(nccl|rccl|gloo|mpi|ucc|xccl|oneccl|hccl):|record_param_comms$")
 LOADING = re.compile(LOADER_SPAN)
 _KNOWN_KINDS = read_sections()["kinds"]
-# What PyTorch itself calls the operations, beside the kinds.
+# PyTorch's own names of operations, in addition to the kinds.
 OPERATIONS = read_sections()["operations"]
-_LOADER_ITERATOR = "_BaseDataLoaderIter"  # wherever it stands, time goes into loading
-_NAMED = (  # a mark at the front of a name, and what it becomes; the first that fits
+_LOADER_ITERATOR = "_BaseDataLoaderIter"  # wherever it occurs, time counts as data loading
+_NAMED = (  # prefix of a name, and its replacement; the first match wins
     (re.compile(r"^enumerate\(DataLoader\)#"), "enumerate(DataLoader)#{}"),
     (re.compile(LOADER_SPAN), "enumerate(SomeDataLoader)#{}"),
     (re.compile(r"^autograd::engine::"), "autograd::engine::{}"),
@@ -79,7 +79,7 @@ _PUBLIC_FRAME = re.compile(
     r"|torch/utils/data/dataloader\.py\(\d{1,6}\): __next__"
     r"|threading\.py\(\d{1,6}\): (?:wait|_wait_for_tstate_lock))$"
 )
-_COLLECTING = ("Python GC", "<built-in function collect>")  # where Python collects garbage
+_COLLECTING = ("Python GC", "<built-in function collect>")  # Python's garbage collection
 _BUILT_IN = re.compile(host_events.BLOCKING_PYTHON_PATTERN)
 _PHASE_PATHS = {
     host_events.LOADING: "torch/utils/data/{}",
@@ -111,11 +111,11 @@ _LANE = re.compile(
 
 
 class Pseudonyms:
-    """What names become, by the policy; each distinct name is looked at once.
+    """New names by the policy; each distinct name is rewritten once.
 
     Attributes:
         originals: Pseudonym -> name, for the owner's map.
-        kept: Names that stayed as they are although they are not public (the policy says so).
+        kept: Unchanged names that are not public (as the policy demands).
         numbers: Pseudonym -> process or thread, for the owner's map.
     """
 
@@ -132,10 +132,10 @@ class Pseudonyms:
         self.kept: set[str] = set()
         self.numbers: dict[int, int] = {}
 
-    # -- what every kind of name goes through -----------------------------------------------------------------
+    # -- common to all kinds of names -------------------------------------------------------------------------
 
     def shown(self, kind: str, name: str, make: Callable[[str], str]) -> str:
-        """The name as it is shown; `kind` keeps names of different kinds apart."""
+        """Returns the new name; `kind` keeps names of different kinds apart."""
         remembered = self._known.get((kind, name))
         if remembered is not None:
             return remembered
@@ -149,25 +149,25 @@ class Pseudonyms:
         return new_name
 
     def hidden(self) -> set[str]:
-        """All names that became something else."""
+        """Returns all names that were changed."""
         return {name for (_, name), new_name in self._known.items() if new_name != name}
 
     def unchanged(self) -> set[str]:
-        """All names that are public and stayed as they are."""
+        """Returns all names that are public and unchanged."""
         return {name for (_, name), new_name in self._known.items() if new_name == name} - self.kept
 
     def keep(self, name: str) -> str:
-        """A name that the policy keeps, whatever it is."""
+        """Returns a name unchanged that the policy keeps, and notes it in `kept`."""
         self.kept.add(name)
         return name
 
     def letters(self, text: str) -> str:
-        """The letters of a pseudonym."""
+        """Returns the letters of a pseudonym."""
         return self._key.letters(text)
 
     def pseudonym(self, prefix: str, name: str) -> str:
-        """`prefix_letters`; names that differ in their digits only have the same letters and a
-        number behind.
+        """Returns `prefix_letters`; names that differ only in digits share the letters and get a
+        number as suffix.
         """
         return self.shown(prefix, name, lambda text: self._numbered(prefix, text))
 
@@ -179,7 +179,9 @@ class Pseudonyms:
     # -- operators, autograd nodes, annotations ---------------------------------------------------------------
 
     def host(self, name: str) -> str:
-        """An operator or annotation; the same in host traces and device traces."""
+        """Returns the new name of an operator or annotation; the same in host traces and device
+        traces.
+        """
         return self.shown("host", name, self._host)
 
     def _host(self, name: str) -> str:
@@ -195,7 +197,7 @@ class Pseudonyms:
         if name.startswith(_EVALUATE):
             new_name = _EVALUATE + self.host(name[len(_EVALUATE) :])
         elif name.startswith(host_events.SCOPE_PREFIX):
-            # All words of phases stay in their part, so that scopes stay within each other.
+            # All words of phases stay in their part, so that scopes stay nested.
             new_name = host_events.SCOPE_PREFIX + ".".join(
                 "".join(
                     [
@@ -246,7 +248,7 @@ class Pseudonyms:
     # -- Python frames ----------------------------------------------------------------------------------------
 
     def python(self, name: str) -> str:
-        """A Python frame or module call."""
+        """Returns the new name of a Python frame or module call."""
         return self.shown("python", name, self._python)
 
     def _python(self, name: str) -> str:
@@ -267,7 +269,7 @@ class Pseudonyms:
     # -- runtime and driver calls, threads, lanes -------------------------------------------------------------
 
     def call(self, name: str) -> str:
-        """A call of the runtime or the driver."""
+        """Returns the new name of a runtime or driver call."""
         return self.shown("call", name, self._call)
 
     def _call(self, name: str) -> str:
@@ -283,7 +285,7 @@ class Pseudonyms:
         return "_".join([f"call_{self._key.letters(name)}", *call_words])
 
     def thread(self, name: str) -> str:
-        """The name of a thread or process."""
+        """Returns the new name of a thread or process."""
         return self.shown("thread", name, self._thread)
 
     def _thread(self, name: str) -> str:
@@ -298,7 +300,9 @@ class Pseudonyms:
         return f"{mark}thread_{self._key.letters(name)}"
 
     def lane(self, name: str) -> str:
-        """A process or thread that is told by a text and not by a number."""
+        """Returns the new id of a process or thread that is identified by a text rather than a
+        number.
+        """
         return self.shown(
             "lane",
             name,
@@ -306,7 +310,7 @@ class Pseudonyms:
         )
 
     def operation(self, text: str) -> str:
-        """The name of a collective operation."""
+        """Returns the new name of a collective operation."""
         if text in OPERATIONS:
             return text
         kind = classify_collective(text)
@@ -315,7 +319,9 @@ class Pseudonyms:
     # -- groups, hosts ----------------------------------------------------------------------------------------
 
     def group(self, name: str) -> str:
-        """A process group; short numbers say nothing and stay, since simulators want numbers."""
+        """Returns the new name of a process group; short numbers reveal nothing and are kept, since
+        simulators need numbers.
+        """
         if self._policy.groups == KEEP or re.fullmatch(r"\d{0,4}", name):
             return name
         if name.isdigit():
@@ -323,15 +329,17 @@ class Pseudonyms:
         return self.shown("group", name, lambda text: f"group_{self._key.letters(text)}")
 
     def description(self, text: str) -> str:
-        """What a process group is for."""
+        """Returns the new description of a process group."""
         return text if text in ("default_pg", "undefined", "") else self.group(text)
 
     def host_name(self, name: str) -> str:
-        """A machine."""
+        """Returns the new name of a machine."""
         return self.shown("machine", name, lambda text: f"host_{self._key.letters(text)}")
 
     def process(self, number: int) -> int:
-        """A process or thread of the operating system; numbers that stand for no process stay."""
+        """Returns the new id of a process or thread of the operating system; numbers that identify
+        no process are kept.
+        """
         if number <= 0 or self._policy.processes == KEEP:
             return number
         pseudonym = self._key.number(str(number), "process")
@@ -339,7 +347,9 @@ class Pseudonyms:
         return pseudonym
 
     def pointer(self, number: int) -> int:
-        """A stream, queue or context that is given by its address."""
+        """Returns the new number of a stream, queue or context that is identified by its
+        address.
+        """
         small = -(1 << 16) < number < 1 << 16
         return (
             number
@@ -348,12 +358,12 @@ class Pseudonyms:
         )
 
     def address(self, number: int) -> int:
-        """An address of memory: equal ones stay equal, distances are lost."""
+        """Returns a new memory address: equal ones stay equal, distances are lost."""
         return int.from_bytes(self._key.digest("address", str(number))[:6], "big") if number else 0
 
 
-# A word by which each rule of kernel_rules.json knows its kernels again; the rest of the name is
-# gone.
+# A word by which each rule of kernel_rules.json still matches its kernels; the rest of the name is
+# dropped.
 MARKS = {
     "nccl": "nccl",
     "rccl": "rccl",
@@ -376,7 +386,7 @@ _RULES = tuple(
 )
 _KINDS = tuple((kind, re.compile(pattern)) for kind, pattern in KERNEL_KINDS)
 
-# What a kernel computes, by the families that libraries name; the first that fits.
+# What a kernel computes, by the families in library names; the first match wins.
 _FAMILIES = tuple(
     (family, re.compile(pattern, re.IGNORECASE))
     for family, pattern in (
@@ -412,14 +422,14 @@ _MEMORY = frozenset(("pageable", "pinned", "device", "host", "array", "managed",
 
 
 class KernelNames:
-    """What the names of kernels, copies and fills become."""
+    """New names of kernels, copies and fills."""
 
     def __init__(self, names: Pseudonyms, policy: Policy) -> None:
         self._names = names
         self._policy = policy
 
     def kernel(self, name: str) -> str:
-        """A kernel: the mark of its rule, what it does, ten letters."""
+        """Returns the new name of a kernel: the mark of its rule, its function, ten letters."""
         return self._names.shown("kernel", name, self._kernel)
 
     def _kernel(self, name: str) -> str:
@@ -437,7 +447,7 @@ class KernelNames:
         return _join_name(family, "", suffix)
 
     def copy(self, name: str) -> str:
-        """A copy or fill: its direction and the kinds of memory."""
+        """Returns the new name of a copy or fill: its direction and the kinds of memory."""
         return self._names.shown("copy", name, self._copy)
 
     @staticmethod
@@ -454,11 +464,13 @@ class KernelNames:
         return f"Memcpy{'' if kind == 'unknown' else f' {kind}'}{arrow}"
 
 
-_DEEP_EP = {"layout": "get_dispatch_layout"}  # kinds that its kernels spell in another way
+_DEEP_EP = {"layout": "get_dispatch_layout"}  # kinds that its kernels spell differently
 
 
 def _join_name(mark: str, kind: str, suffix: str) -> str:
-    """`nccl_all_reduce_letters`: the mark in front, so that the same rule finds it, then the kind."""
+    """Returns `nccl_all_reduce_letters`: the mark first, so that the same rule matches, then the
+    kind.
+    """
     if mark == "ep::":
         return f"ep::{_join_name(_DEEP_EP.get(kind or '', kind or 'kernel'), '', suffix)}"
     if kind == "reduce":

@@ -1,9 +1,10 @@
-"""Policy file, key, public vocabulary.
+"""The policy file, the key, the public vocabulary and the statistics of rewriting.
 
-The file is TOML; docs/reference/anonymize.md describes it.
+The policy file is TOML; docs/reference/anonymize.md describes it.
 
-A list, not a pattern: `aten::anything` would let anything through. The list is `public_names.txt`
-beside this file; scripts/public_names.py adds the names of an installed PyTorch.
+The vocabulary is a list rather than a pattern, since `aten::anything` would let anything through.
+It is `public_names.txt` next to this file; scripts/public_names.py adds the names of an installed
+PyTorch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FIT, CALLS = "fit", "calls"
 FORMAT = "traceloom-anonymize-policy"
 _MAX_BYTES = 1 << 24
 
-# Field -> what it may be; the first is the default.
+# Field -> allowed values; the first is the default.
 CHOICES: dict[str, tuple[str, ...]] = {
     "public_names": (KEEP, PSEUDONYM),
     "names": (PSEUDONYM, KEEP),
@@ -63,14 +64,16 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What becomes of each kind of thing; docs/reference/anonymize.md says what each choice does.
+    """The treatment of each kind of data; docs/reference/anonymize.md describes each choice.
 
     Attributes:
-        keep_names: Regular expressions; a name that one of them matches as a whole stays as it is.
-        keep_arguments: Further arguments of events, and entries beside the events, that stay where they are numbers.
+        keep_names: Regular expressions; a name that fully matches one of them is kept.
+        keep_arguments: Additional arguments of events, and entries besides the events, that are
+            kept if they are numbers.
 
     Raises:
-        UsageError: slug `wrong-usage`: a choice that there is not; it would hide nothing, or something else.
+        UsageError: slug `wrong-usage`: an unknown choice, which would hide nothing or the wrong
+            data.
     """
 
     public_names: str = KEEP
@@ -97,14 +100,15 @@ class Policy:
                 raise UsageError(message, slug="wrong-usage")
 
     def with_structure(self, structure: str | None) -> Policy:
-        """The same with `--structure` of the command line, where it is given."""
+        """Returns the policy with the command line's `--structure`, if given."""
         return self if structure is None else replace(self, structure=structure)
 
     def for_replay(self) -> Policy:
-        """The same with what a replay needs: arguments of operators, and sizes that fit each other.
+        """Returns the policy with what a replay needs: arguments of operators, and consistent
+        sizes.
 
         Raises:
-            UsageError: slug `wrong-usage`: with collapsed structure nothing can be run.
+            UsageError: slug `wrong-usage`: a collapsed structure cannot be replayed.
         """
         if self.structure == COLLAPSE:
             hint = "leave --structure collapse out, or --for replay"
@@ -113,7 +117,7 @@ class Policy:
         return replace(self, shapes=shapes, scalars=self.scalars if self.scalars == KEEP else CALLS)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in the reports."""
+        """Returns the policy as it appears in the reports."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -122,10 +126,10 @@ class Policy:
 
 
 def read_policy(path: Path | None) -> Policy:
-    """The policy in a file; the defaults for None.
+    """Returns the policy in a file; the defaults for None.
 
     Raises:
-        InputError: slug `bad-policy`: the file is no TOML, or holds what no policy has.
+        InputError: slug `bad-policy`: the file is not TOML or has unknown fields or values.
     """
     if path is None:
         return Policy()
@@ -179,8 +183,8 @@ def read_policy(path: Path | None) -> Policy:
     return Policy(**settings)
 
 
-# Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks by which
-# names are told.
+# Sixteen letters without vowels, c, d, l and w: they spell no word, and none of the marks in
+# pseudonyms.
 ALPHABET = "bfghjkmnpqrstvxz"
 LETTERS = 10
 KEY_BYTES = 32
@@ -196,41 +200,42 @@ class Key:
     runs.
 
     Args:
-        secret: The key; whoever has it can test guesses of names.
+        secret: The key; anyone who has it can test guesses of names.
     """
 
     def __init__(self, secret: bytes) -> None:
         self._base = hmac.new(secret, digestmod=hashlib.sha256)
 
     def digest(self, label: str, text: str) -> bytes:
-        """32 bytes for a text; `label` keeps kinds of texts apart."""
+        """Returns 32 bytes for a text; `label` separates kinds of texts."""
         mac = self._base.copy()
         mac.update(label.encode() + b"\0" + text.encode("utf-8", "surrogatepass"))
         return mac.digest()
 
     def letters(self, text: str, label: str = "name") -> str:
-        """Ten letters (40 bits)."""
+        """Returns ten letters (40 bits) for a text."""
         return "".join(_LETTERS_OF_BYTE[byte] for byte in self.digest(label, text)[: LETTERS // 2])
 
     def number(self, text: str, label: str = "number") -> int:
-        """A number of nine digits, never 0 in front."""
+        """Returns a number of nine digits for a text, without a leading 0."""
         return 10**8 + int.from_bytes(self.digest(label, text)[:8], "big") % (9 * 10**8)
 
 
 def generate_key() -> Key:
-    """A key that nobody keeps."""
+    """Returns a random key that is not stored."""
     return Key(secrets.token_bytes(KEY_BYTES))
 
 
 def read_key(path: Path) -> tuple[Key, bool]:
-    """The key in a file; where there is no file, a new key is put there for its owner alone.
+    """Returns the key in a file; if there is no file, creates it with a new key, readable by its
+    owner only.
 
     Returns:
         The key, and whether it is new.
 
     Raises:
         InputError: slug `bad-key`: too short or too long to be a key, or unreadable.
-        OutputError: slug `cannot-write`: a new one cannot be kept.
+        OutputError: slug `cannot-write`: a new one cannot be stored.
     """
     try:
         with path.open("rb") as file:
@@ -268,12 +273,14 @@ def read_key(path: Path) -> tuple[Key, bool]:
 _WORD = re.compile(r"[A-Za-z_]\w*|\d+")
 _SCHEMA = re.compile(r"[\w:]+(\.\w+)?\(.*\) -> .*", re.DOTALL)
 _ALLOWED_CHARACTERS = re.compile(r"[\w\s:.,()\[\]{}<>*&!?=|+\-\"']*")
-_NUMBER_LENGTH = 4  # longer numbers must be in the list: defaults such as 9223372036854775807 are
+_NUMBER_LENGTH = (
+    4  # longer numbers must be in the list, as defaults such as 9223372036854775807 are
+)
 
 
 @lru_cache(maxsize=1)
 def read_sections() -> dict[str, frozenset[str]]:
-    """Section of the list -> its names: those of PyTorch, and a few lists of our own."""
+    """Returns the names in each section of the list: PyTorch's, and a few lists of our own."""
     names_by_section: dict[str, set[str]] = {}
     section_names: set[str] = set()
     for line in (
@@ -291,13 +298,13 @@ def read_sections() -> dict[str, frozenset[str]]:
 
 @lru_cache(maxsize=1)
 def list_host_names() -> frozenset[str]:
-    """Names of operators, autograd nodes and regions that PyTorch gives itself."""
+    """Returns the names of operators, autograd nodes and regions that PyTorch itself assigns."""
     sections = read_sections()
     return sections["ops"] | sections["nodes"] | sections["regions"]
 
 
 def is_schema(text: str) -> bool:
-    """Whether an operator's schema consists of public words only."""
+    """Returns whether an operator's schema consists of public words only."""
     if not _SCHEMA.fullmatch(text) or not _ALLOWED_CHARACTERS.fullmatch(text):
         return False
     name = text.split("(", 1)[0]
@@ -316,7 +323,9 @@ def is_schema(text: str) -> bool:
 
 
 def is_type(text: str) -> bool:
-    """Whether a type's name, as `Tensor(c10::Half)` or `long int`, consists of public words only."""
+    """Returns whether the name of a type, such as `Tensor(c10::Half)` or `long int`, consists of
+    public words only.
+    """
     type_words = read_sections()["types"]
     return _ALLOWED_CHARACTERS.fullmatch(text) is not None and all(
         word in type_words or (word.isdigit() and len(word) <= 2) for word in _WORD.findall(text)
@@ -324,24 +333,24 @@ def is_type(text: str) -> bool:
 
 
 _STRING = re.compile(rb'"((?:[^"\\]|\\.)*)"')
-_MAX_REMEMBERED = 200_000  # distinct texts that were left out; the leak report compares with them
+_MAX_REMEMBERED = 200_000  # distinct dropped texts, which the leak report compares with
 _MAX_TEXT_BYTES = 2000
 _NUMERIC = frozenset((b"", *(bytes([digit]) for digit in b"-0123456789tfn")))
 
 
 @dataclass(slots=True)
 class RewriteStats:
-    """Counts over all files, or of one; `add` puts them together.
+    """Statistics of rewriting one file, or several merged by `add`.
 
     Attributes:
-        entries_in: Entries (events, nodes) read; entries_out: entries written.
-        dropped_entries: Reason -> how many whole entries were left out.
-        dropped: Name of an argument, attribute or entry -> how often its value was left out.
-        unknown: Those of them that no rule knows.
-        odd: Those whose value was not what it should be.
-        texts: Distinct texts that were left out, as JSON or as they are.
-        strings: Distinct texts of the output as JSON without the quotes, keys among them.
-        kept_arguments: What stays of arguments of operators that are to run again -> how often.
+        entries_in, entries_out: Entries (events, nodes) read and written.
+        dropped_entries: Reason -> number of dropped entries.
+        dropped: Name of an argument, attribute or entry -> number of dropped values.
+        unknown: Those names that no rule knows.
+        odd: Name -> number of values dropped since they were malformed.
+        texts: Distinct dropped texts, as JSON or unchanged.
+        strings: Distinct texts of the output as JSON without the quotes, including keys.
+        kept_arguments: Kind of operator argument kept for replay -> count.
     """
 
     entries_in: int = 0
@@ -355,7 +364,7 @@ class RewriteStats:
     kept_arguments: Counter[str] = field(default_factory=Counter)
 
     def drop(self, key: str, value: bytes | None = None, *, unknown: bool = False) -> None:
-        """Count a value that is left out."""
+        """Counts a dropped value."""
         self.dropped[key] += 1
         if unknown:
             self.unknown.add(key)
@@ -363,19 +372,19 @@ class RewriteStats:
             self.texts.add(value[:_MAX_TEXT_BYTES])
 
     def refuse(self, key: str, value: bytes | None = None) -> None:
-        """Count a value that is not what it should be, and is left out."""
+        """Counts a value that is dropped since it is malformed."""
         self.odd[key] += 1
         self.drop(key, value)
 
     def scan(self, output: bytes) -> None:
-        """Take the texts of a piece of JSON that is written."""
+        """Collects the texts in a piece of output JSON."""
         if b"\\" in output:
             self.strings.update(_STRING.findall(output))
-        else:  # every second part between quotes is a text
+        else:  # every second part is inside quotes
             self.strings.update(output.split(b'"')[1::2])
 
     def add(self, other: RewriteStats) -> None:
-        """Take the counts of another account."""
+        """Adds the statistics of another file."""
         self.entries_in += other.entries_in
         self.entries_out += other.entries_out
         for name in ("dropped_entries", "dropped", "odd", "kept_arguments"):
@@ -384,7 +393,7 @@ class RewriteStats:
             getattr(self, name).update(getattr(other, name))
 
     def to_dict(self) -> dict[str, Any]:
-        """As it stands in the report."""
+        """Returns the statistics as they appear in the report."""
         return {
             "entries_in": self.entries_in,
             "entries_out": self.entries_out,

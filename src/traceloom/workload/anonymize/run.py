@@ -1,4 +1,4 @@
-"""One pass over all files; staged output."""
+"""Anonymizing all files of a run in one pass, with staged output."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ from traceloom.workload.anonymize.utility_report import (
 )
 
 StatusCallback = Callable[[str], None]
-_MAX_LINKED_BYTES = 1 << 29  # bytes of files; more are not linked only to be compared
-_GRAIN_NS = 1_000_000  # times begin at a whole millisecond
+_MAX_LINKED_BYTES = 1 << 29  # larger runs are not linked for the comparison
+_GRAIN_NS = 1_000_000  # times start at a whole millisecond
 
 
 @dataclass(slots=True)
 class Anonymized:
-    """What was done.
+    """The result of anonymizing.
 
     Attributes:
-        output: What was written.
-        report: The reports as one JSON object: `files`, `left_out`, `dropped`, `utility`, `leaks`, `policy`.
-        report_path: Where they are kept, for the owner alone.
-        refused: Why inputs were refused, one sentence each.
+        output: The written file or directory.
+        report: The reports as one JSON object: `files`, `left_out`, `dropped`, `utility`, `leaks`,
+            `policy`.
+        report_path: File of the reports, readable by the owner only.
+        refused: Why inputs were rejected, one sentence each.
     """
 
     output: Path
@@ -66,7 +67,7 @@ class Anonymized:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """What the first reading of a device trace tells."""
+    """Results of the first pass over a device trace."""
 
     facts: TraceFacts
     first_ns: int
@@ -76,13 +77,13 @@ class _FirstPass:
 
 
 class _AnonymizeRun:
-    """Anonymises files of one run.
+    """Anonymizes the files of one run.
 
     Args:
         inputs: The files.
-        policy: What becomes of each kind of thing.
+        policy: The policy.
         key: Makes the pseudonyms.
-        say: Told what is being done.
+        on_status: Called with a status message.
     """
 
     def __init__(
@@ -103,12 +104,12 @@ class _AnonymizeRun:
         self._collapsed = policy.structure == COLLAPSE
 
     def write(self, stage: Staging) -> None:
-        """Rewrite every file below the stage.
+        """Rewrites every file into the staging directory.
 
         Raises:
-            InputError: Not one of the files can be used.
+            InputError: None of the files can be used.
         """
-        # The first reading: when traces begin, which lanes are host threads, what the analyses say.
+        # First pass: starts of traces, lanes of host threads, results of analyses.
         usable = []
         for number, source in enumerate(self._inputs.files, start=1):
             if source.kind == sources.KINETO:
@@ -165,8 +166,8 @@ class _AnonymizeRun:
             self.replay = build_dry_run_report(
                 self.written(stage, [source for source in usable if not source.graph]), unsettled
             )
-        # Link all ranks together, before and after, where there is more than one file to link.
-        # Collapsed host traces fit no device trace any more, on purpose.
+        # Link all ranks, before and after, if there is more than one file to link. Collapsed host
+        # traces do not fit device traces any more, by design.
         kinds = (sources.KINETO,) if self._collapsed else (sources.KINETO, sources.HOST)
         linked = [source for source in self._inputs.files if source.kind in kinds]
         size = sum(source.path.stat().st_size for source in linked)
@@ -183,7 +184,7 @@ class _AnonymizeRun:
             self.compare(None, None, before, {} if isinstance(after, str) else after, [])
 
     def written(self, stage: Staging, selected: list[InputFile]) -> list[Path]:
-        """Rewritten captures, and of the other files those that are chosen."""
+        """Returns the rewritten captures, and those of the other files that are in `selected`."""
         folders = {} if self._collapsed else self._inputs.captures
         loose = [
             source for source in selected if source.path.parent not in folders and not source.graph
@@ -224,7 +225,7 @@ class _AnonymizeRun:
         return _FirstPass(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
     def origin_ns(self, *, unix: bool) -> int:
-        """One origin for all files whose times can be compared."""
+        """Returns one origin for all files with comparable times."""
         if self.rules.policy.times != ZERO:
             return 0
         firsts = [
@@ -233,12 +234,11 @@ class _AnonymizeRun:
         return min(firsts) // _GRAIN_NS * _GRAIN_NS if firsts else 0
 
     def rewrite(self, source: InputFile, target: Path) -> None:
-        """One file, and what the analyses say of it before and after."""
+        """Rewrites one file and compares the analyses before and after."""
         account = RewriteStats()
         if source.kind == sources.KINETO:
             first_pass = self._seen[source.path]
-            # With `times = "keep"` the file keeps its base time, so only what stands in `ts` is
-            # written again.
+            # With `times = "keep"` the file keeps its base time, so `ts` is written relative to it.
             zeroed = self.rules.policy.times == ZERO
             origin_ns = self.origin_ns(unix=first_pass.unix) if zeroed else first_pass.facts.base_ns
             write_kineto(
@@ -284,7 +284,7 @@ class _AnonymizeRun:
         after: Measure,
         new_notices: list[str],
     ) -> None:
-        """Add to the utility report; without a file it is about the job."""
+        """Adds to the utility report; without a file the entry is about the job."""
         rounded = self.rules.shapes.rounds
         parts = [
             part.to_dict(collapsed=self._collapsed, rounded=rounded)
@@ -297,7 +297,7 @@ class _AnonymizeRun:
         )
 
     def report(self) -> dict[str, Any]:
-        """The reports as one JSON object."""
+        """Returns the reports as one JSON object."""
         rules = self.rules
         return {
             "format": "traceloom-anonymize-report",
@@ -320,7 +320,7 @@ class _AnonymizeRun:
         }
 
     def map(self) -> dict[str, Any]:
-        """What pseudonyms stand for, for the owner."""
+        """Returns the originals of the pseudonyms, for the owner."""
         names = self.rules.names
         return {
             "format": "traceloom-anonymize-map",
@@ -345,21 +345,21 @@ def anonymize(
     force: bool = False,
     on_status: StatusCallback = lambda _: None,
 ) -> Anonymized:
-    """Rewrite traces so that they can be shared; the same kinds of files come out.
+    """Rewrite traces so that they can be shared; the output has the same kinds of files.
 
     Args:
         inputs: Files, directories, captures.
         output: A file for one file, else a directory.
-        policy: What becomes of each kind of thing.
+        policy: The policy.
         key: Makes the pseudonyms.
-        mapping: Where the owner's map goes; None makes none.
-        force: Replace what was written there before.
-        on_status: Told what is being done.
+        mapping: File for the owner's map; None for no map.
+        force: Replace earlier output.
+        on_status: Called with a status message.
 
     Raises:
         UsageError: slug `wrong-usage`: the output is among the inputs.
         InputError: Nothing can be used.
-        OutputError: Something cannot be written; then nothing is.
+        OutputError: Something cannot be written; then nothing is written.
     """
     with files.protect_inputs(inputs):
         all_sources = sources.find(inputs)
@@ -371,7 +371,7 @@ def anonymize(
             and output.name.lower().endswith(ENDINGS)
         )
         if single:
-            # The name in the stage decides whether the file is compressed: that of the output does.
+            # The suffix of the staged name decides on compression, so it must match the output's.
             source = all_sources.files[0]
             source.name = source.name.removesuffix(".gz") + (
                 ".gz" if output.name.lower().endswith(".gz") else ""

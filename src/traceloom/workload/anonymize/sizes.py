@@ -1,10 +1,10 @@
-"""Shapes rounded; tensors and arguments rewritten.
+"""Rounding of sizes, and rewriting of the arguments of operators.
 
-Rounding is one function of the number alone, so that equal sizes stay equal on all ranks and in all
-files. Where operators have to run again, it is one of the number's prime factors: what is a product
-stays the product of the same.
+Rounding is a function of the number alone, so that equal sizes stay equal on all ranks and in all
+files. If operators have to run again, each prime factor is rounded, so that products stay products
+of the same sizes.
 
-What an argument means is told by the operator's public schema, by type and name.
+The meaning of an argument follows from its type and name in the operator's public schema.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from traceloom.formats.resync import PARSE_ERRORS
 from traceloom.workload.anonymize.policy import BUCKET, DROP, FIT, KEEP, Policy
 from traceloom.workload.replay.schema import OperatorSchema, SchemaArgument
 
-_TOP_BITS = 5  # of running totals: within 3 %
-_MAX_CACHED = 50_000  # lists of shapes that are remembered
+_TOP_BITS = 5  # kept of running totals: within 3 %
+_MAX_CACHED = 50_000  # cached lists of shapes
 _MAX_DEPTH = 8
-_MAX_SIZE = 1 << 48  # a larger number is no size, but the end of all slices
+_MAX_SIZE = 1 << 48  # a larger number is not a size but the end of an open slice
 OptionalBytes = bytes | None
 
 
@@ -62,8 +62,8 @@ def find_prime_factors(number: int) -> tuple[int, ...]:
 
 
 def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
-    """The number with each prime factor rounded by `bucket`, but for those that are kept; below 2
-    as it is.
+    """Returns the number with each prime factor rounded by `round_to_power_of_two`, except for
+    `kept_factors`; numbers below 2 are unchanged.
 
     Example:
         >>> round_prime_factors(8 * 96), round_prime_factors(8) * round_prime_factors(96), round_prime_factors(768, {3})
@@ -78,7 +78,7 @@ def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
 
 
 def round_total(number: int) -> int:
-    """A running total with its five leading bits: rounded by at most 3 %."""
+    """Returns a running total with its five leading bits, which is off by at most 3 %."""
     shift = max(0, abs(number).bit_length() - _TOP_BITS)
     half = 1 << shift >> 1
     rounded = (abs(number) + half) >> shift << shift
@@ -86,11 +86,12 @@ def round_total(number: int) -> int:
 
 
 class Shapes:
-    """What becomes of sizes, by the policy.
+    """Rewriting of sizes by the policy.
 
     Attributes:
-        exact: Exact sizes in bytes, elements and work items that stand in the output, for the leak report.
-        kept_factors: Prime factors that stay with the policy `fit`; all of them where None.
+        exact: Exact sizes in bytes, elements and work items that are in the output, for the leak
+            report.
+        kept_factors: Prime factors that the policy `fit` keeps; None for all.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -100,12 +101,12 @@ class Shapes:
         self.kept_factors: frozenset[int] | None = frozenset()
 
     def keep_factors(self, factors: frozenset[int] | None) -> None:
-        """Let prime factors stay; all of them where None."""
+        """Sets the prime factors to keep; None for all."""
         self.kept_factors = factors
         self._known.clear()
 
     def rounded(self, number: int) -> int:
-        """A size after rounding."""
+        """Returns a size after rounding."""
         if self._mode == FIT:
             return (
                 number
@@ -116,17 +117,17 @@ class Shapes:
 
     @property
     def rounds(self) -> bool:
-        """Sizes are rounded."""
+        """Whether sizes are rounded."""
         return self._mode in {BUCKET, FIT}
 
     @property
     def kept(self) -> bool:
-        """Shapes stay as they are."""
+        """Whether shapes stay unchanged."""
         return self._mode == KEEP
 
     def size(self, number: int) -> int:
-        """Bytes or elements of one thing: exact or rounded; the policy `drop` keeps them, and the
-        report says so.
+        """Returns bytes or elements of one object, exact or rounded; the policy `drop` keeps them,
+        which the report mentions.
         """
         if self.rounds:
             return self.rounded(number)
@@ -135,17 +136,19 @@ class Shapes:
         return number
 
     def total(self, number: int) -> int:
-        """A running total of bytes."""
+        """Returns a running total of bytes."""
         return round_total(number) if self.rounds else number
 
     def dims(self, raw: bytes) -> OptionalBytes:
-        """A nested list of dimensions as JSON; None leaves it out."""
+        """Returns a nested list of dimensions as JSON; None to drop it."""
         if self._mode == DROP:
             return None
         return self._listed(b"d", raw, lambda value: _apply_nested(value, self.rounded))
 
     def counts(self, raw: bytes) -> OptionalBytes:
-        """A nested list of dimensions with the number of elements in their place."""
+        """Returns a nested list of dimensions with each shape replaced by its number of
+        elements.
+        """
         return self._listed(b"c", raw, self._counted)
 
     def _counted(self, value: Any) -> Any:
@@ -156,8 +159,8 @@ class Shapes:
         return [self._counted(item) for item in value]
 
     def strides(self, raw: bytes, dims: bytes) -> OptionalBytes:
-        """A nested list of strides beside its dimensions; rounded shapes get the strides of the
-        same order.
+        """Returns the nested list of strides for dimensions; rounded shapes get strides in the same
+        order.
         """
 
         def restrided(value: Any) -> Any:
@@ -173,10 +176,10 @@ class Shapes:
             return self._listed(b"s" + dims + b"\0", raw, restrided)
         return self._listed(
             b"s", raw, lambda value: _apply_nested(value, self.rounded)
-        )  # products of dimensions stay such
+        )  # products of dimensions stay products
 
     def grid(self, raw: bytes) -> OptionalBytes:
-        """A launch grid; it tells the shape as bytes do."""
+        """Returns a launch grid, which reveals the shape as bytes do."""
 
         def made(value: Any) -> Any:
             if not isinstance(value, list):
@@ -189,14 +192,14 @@ class Shapes:
         return None if self._mode == DROP else self._listed(b"g", raw, made)
 
     def splits(self, raw: bytes) -> OptionalBytes:
-        """Sizes of the parts of an uneven exchange, as a list or as its text."""
+        """Returns the sizes of the parts of an uneven exchange, as a list or as its text."""
         return self._listed(b"p", raw, lambda value: _apply_nested(value, self.size), text=True)
 
     def _listed(
         self, kind: bytes, raw: bytes, make: Callable[[Any], Any], *, text: bool = False
     ) -> OptionalBytes:
-        """What `make` makes of a nested list of whole numbers, as JSON; with `text` the list may
-        stand in a text.
+        """Applies `make` to a nested list of integers and returns JSON; with `text` the list may be
+        quoted.
         """
         key = kind + raw
         if key in self._known:
@@ -218,7 +221,7 @@ class Shapes:
 
 
 def _is_nested_integers(value: Any, depth: int = 0) -> bool:
-    """A nested list of whole numbers, or one."""
+    """Returns whether a value is an integer or a nested list of integers."""
     if isinstance(value, list):
         return depth < _MAX_DEPTH and all(_is_nested_integers(item, depth + 1) for item in value)
     return isinstance(value, int) and not isinstance(value, bool)
@@ -233,7 +236,9 @@ def _apply_nested(value: Any, function: Any) -> Any:
 
 
 def _compute_strides(strides: Any, shape: Any) -> Any:
-    """Strides of the rounded shape in the same order of dimensions; [] where the tensor has gaps."""
+    """Returns strides of the rounded shape in the same order of dimensions; [] if the tensor has
+    gaps.
+    """
     if not isinstance(strides, list) or not isinstance(shape, list):
         return []
     if any(isinstance(item, list) for item in strides):
@@ -253,7 +258,7 @@ def _compute_strides(strides: Any, shape: Any) -> Any:
     return new_strides
 
 
-# Texts by which operators choose among ways to compute.
+# Texts that select a variant of an operator.
 WORDS = frozenset(
     {
         "none",
@@ -351,7 +356,7 @@ _SIZES = frozenset(
         "output_split_sizes",
     }
 )
-# Declared as sizes are, but small numbers that go with kernels and places.
+# Declared like sizes, but small numbers that depend on kernels and positions.
 _NO_SIZES = frozenset(
     {
         "stride",
@@ -377,23 +382,24 @@ _NON_FINITE = frozenset({"inf", "-inf", "nan", "-nan", "Infinity", "-Infinity", 
 def rewrite_argument(
     value: Any, argument: SchemaArgument, schema: OperatorSchema, rounded: Callable[[int], int]
 ) -> Any:
-    """What one recorded value becomes that is no tensor and no list; None where it must not stay.
+    """Returns the replacement of one recorded value that is neither a tensor nor a list; None to
+    drop it.
 
     Args:
         value: As recorded.
         argument: The argument.
-        schema: Of the operator.
-        rounded: What sizes become.
+        schema: Schema of the operator.
+        rounded: Rounds sizes.
     """
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
-        if argument.name in _PLACES:  # the first or the last: every size has these
+        if argument.name in _PLACES:  # the first or the last: valid for every size
             return max(min(value, 0), -1)
         is_size = (
             argument.type.leaf == "SymInt" or argument.name in _SIZES
         ) and argument.name not in _NO_SIZES
-        if argument.name == "stride":  # of a geometry, not of a window
+        if argument.name == "stride":  # of a memory layout, not of a window
             is_size = any(other.name == "size" for other in schema.arguments)
         if is_size:
             return rounded(value)
@@ -407,7 +413,7 @@ def rewrite_argument(
         if argument.name == "equation" and _EQUATION.fullmatch(value):
             index_letters = "".join(
                 dict.fromkeys(filter(str.isalpha, value))
-            )  # become the first ones, in this order
+            )  # become the first dimensions, in this order
             return value.translate(
                 str.maketrans(index_letters, ascii_letters[: len(index_letters)])
             )
@@ -415,7 +421,9 @@ def rewrite_argument(
 
 
 def _replace_number(value: float) -> float:
-    """A number of the same sign on the same side of 1; 0, 1 and what is not finite stay."""
+    """Returns a number of the same sign on the same side of 1; 0, 1 and non-finite numbers are
+    unchanged.
+    """
     if value in (0, 1, -1) or not math.isfinite(value):
         return value
     return math.copysign(0.5 if abs(value) < 1 else 2.0, value)

@@ -1,5 +1,5 @@
-"""Inputs and outputs of recorded operators: tensors keep their ids, sizes follow the policy, values
-mostly go.
+"""Rewriting inputs and outputs of recorded operators: tensors keep their ids, sizes follow the
+policy, and most values are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NULL_VALUES = frozenset(
 )
 _NUMBER = re.compile(r"-?inf|nan|-?\d{1,20}(\.\d{1,20})?([eE][+-]?\d{1,3})?")
 _MAX_DEPTH = 8
-_TENSOR_FIELDS = 5  # of a tensor, without its device
+_TENSOR_FIELDS = 5  # without its device
 _VALUE_TYPES = {bool: "flags", int: "whole numbers", float: "numbers, replaced", str: "words"}
 
 PLAIN_VALUES, COMMUNICATION_VALUES, GROUP_VALUES = "plain", "communication", "groups"
@@ -41,21 +41,23 @@ class Tensors:
         self._metadata = MetadataRewriter(names, policy, account)
 
     def values(self, value: Any, kind: str = PLAIN_VALUES) -> Any:
-        """A list of tensors and values; what is left out becomes null, so that places stay.
+        """Returns a list of tensors and values; dropped ones become null, so that positions stay.
 
         Args:
             value: The list.
-            kind: OF_COMMUNICATION for `record_param_comms`, OF_GROUPS for the list of process groups, else PLAIN.
+            kind: OF_COMMUNICATION for `record_param_comms`, OF_GROUPS for the list of process
+                groups, else PLAIN_VALUES.
         """
         return [self._one(item, kind, 0) for item in value] if isinstance(value, list) else []
 
     def arguments(self, values: Any, types: str | None, schema: str) -> Any:
-        """The inputs of an operator that is to run again; without a schema all but the tensors go.
+        """Returns the inputs of an operator that is to run again; without a schema only tensors are
+        kept.
 
         Args:
             values: As recorded.
             types: Their types, as JSON.
-            schema: The operator's, a public one; empty where there is none.
+            schema: The operator's public schema; empty if there is none.
         """
         try:
             operator = parse_schema(schema)
@@ -96,7 +98,7 @@ class Tensors:
 
     @staticmethod
     def _is_text(item: str) -> bool:
-        """Whether a text is a value, and does not stand for nothing or a device."""
+        """Returns whether a text is a value, rather than an empty value or a device."""
         return not (item in _NULL_VALUES or _DEVICE.fullmatch(item) or item == "")
 
     def _one(self, item: Any, kind: str, depth: int) -> Any:
@@ -147,7 +149,7 @@ class Tensors:
         )
 
     def _groups(self, item: str) -> str:
-        """The JSON list of process groups that PyTorch writes as a text."""
+        """Rewrites the JSON list of process groups, which PyTorch writes as a text."""
         try:
             listed = json.loads(item)
         except (ValueError, RecursionError):
@@ -181,7 +183,7 @@ class Tensors:
         return json.dumps(groups)
 
     def shapes(self, value: Any) -> Any:
-        """A list of shapes; where they are left out, one empty shape for each."""
+        """Returns a list of shapes; if they are dropped, an empty shape for each."""
         if not isinstance(value, list):
             return []
         if self._policy.shapes == DROP:
@@ -190,7 +192,7 @@ class Tensors:
         return [[] for _ in value] if encoded is None else json.loads(encoded)
 
     def strides(self, value: Any, shapes: Any) -> Any:
-        """A list of strides beside their shapes."""
+        """Returns a list of strides for the shapes."""
         if not isinstance(value, list):
             return []
         encoded = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())
@@ -198,12 +200,12 @@ class Tensors:
 
     @staticmethod
     def types(value: Any) -> Any:
-        """A list of types, public ones."""
+        """Returns a list of types, keeping public ones only."""
         if not isinstance(value, list):
             return []
         return [item if isinstance(item, str) and is_type(item) else "" for item in value]
 
     def splits(self, text: str) -> str:
-        """Sizes of the parts of an uneven exchange."""
+        """Returns the sizes of the parts of an uneven exchange."""
         encoded = self._shapes.splits(json.dumps(text).encode())
         return "[]" if encoded is None else str(json.loads(encoded))

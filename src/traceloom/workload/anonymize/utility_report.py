@@ -1,9 +1,10 @@
-"""What analyses say before and after; replayable sizes.
+"""The utility report: results of analyses before and after rewriting, and sizes that can be
+replayed.
 
-Sizes are rounded by their prime factors (`by_factors`), so views and matrix products fit by
-themselves. What adds up (parts of a concatenation, windows of a convolution) does so with rounded
-sizes only by chance. Where an operator does not, its smallest factor that is still rounded stays as
-it is, in all sizes of all files: small ones tell least.
+Sizes are rounded by their prime factors (`round_prime_factors`), so views and matrix products stay
+consistent. Sums (parts of a concatenation, windows of a convolution) stay consistent only by
+chance. If an operator is inconsistent, its smallest factor that is still rounded is kept, in all
+sizes of all files: small factors reveal least.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _NOT_COMPARED = (
     "evidence",
 )
 _FEW_EDGES = 0.01
-# Parts that `collapse` gives up: the host's own structure.
+# Parts that `collapse` removes: the host's own structure.
 STRUCTURE_PARTS = frozenset(
     (
         "host time",
@@ -82,11 +83,11 @@ class ComparedPart:
 
     Attributes:
         name: What is compared.
-        figures: How many figures it has before.
-        equal: How many of them are the same after.
-        sizes: It is about bytes, which are rounded where shapes are.
+        figures: Number of figures before.
+        equal: Number of figures that are the same after.
+        sizes: Whether it is about bytes, which are rounded when shapes are.
         off: Largest relative difference of a sum.
-        counted: Figures other than sizes differ.
+        counted: Whether figures other than sizes differ.
         differences: The first figures that differ, as texts.
     """
 
@@ -100,15 +101,16 @@ class ComparedPart:
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
+        """Whether all figures are equal."""
         return self.figures == self.equal and not self.differences
 
     def verdict(self, *, collapsed: bool, rounded: bool = True) -> str:
-        """In a word.
+        """Returns the result in one word.
 
         Args:
-            collapsed: The host's structure was given up on purpose.
-            rounded: Sizes are rounded; then parts of a storage may overlap that did not, and order reads and writes.
+            collapsed: Whether the host's structure was removed on purpose.
+            rounded: Whether sizes are rounded; then parts of a storage may newly overlap, which
+                adds an order of reads and writes.
         """
         if self.same:
             return EXACT
@@ -119,7 +121,7 @@ class ComparedPart:
         return GIVEN_UP if collapsed and self.name in STRUCTURE_PARTS else CHANGED
 
     def to_dict(self, *, collapsed: bool = False, rounded: bool = True) -> dict[str, Any]:
-        """As it stands in the report."""
+        """Returns the part as it appears in the report."""
         return {
             "part": self.name,
             "figures": self.figures,
@@ -135,8 +137,8 @@ Measure = dict[str, pl.DataFrame]
 
 
 def measure(trace: Trace) -> Measure:
-    """What the analyses say of one trace, as sorted frames of numbers: names, ids and places are
-    left out.
+    """Returns the results of the analyses of one trace as sorted frames of numbers, without names,
+    ids and positions.
     """
     from traceloom.graph.calibrate import calibrate
     from traceloom.graph.rank import link_rank
@@ -144,13 +146,13 @@ def measure(trace: Trace) -> Measure:
     analysed = {name: _select_numbers(make(trace)) for name, make in (_PARTS | _SIZES).items()}
     try:
         return analysed | measure_graph(calibrate(link_rank(trace)))
-    except UsageError:  # times of a damaged trace that cannot be re-timed
+    except UsageError:  # the times of a damaged trace cannot be re-timed
         return analysed
 
 
 def measure_job(paths: list[Path]) -> Measure | str:
-    """The linked graph of all ranks with their host traces; the slug of the refusal where they
-    cannot be linked.
+    """Returns the measures of the linked graph of all ranks with their host traces; the error's
+    slug if they cannot be linked.
     """
     from traceloom.graph import link
 
@@ -161,7 +163,9 @@ def measure_job(paths: list[Path]) -> Measure | str:
 
 
 def measure_graph(graph: Graph) -> Measure:
-    """A calibrated graph, its critical path, and its answer to a question: kernels twice as fast."""
+    """Returns the measures of a calibrated graph: its critical path, and its prediction for kernels
+    twice as fast.
+    """
     from traceloom.graph.evaluate import Plan
     from traceloom.graph.law import law
 
@@ -188,8 +192,8 @@ def measure_graph(graph: Graph) -> Measure:
 
 
 def compute_longest_path(durations: dict[int, int], waits: dict[int, set[int]]) -> int | None:
-    """Length of the longest path through nodes that wait for others; None where nodes wait for each
-    other.
+    """Returns the length of the longest path through nodes that wait for others; None if they form
+    a cycle.
     """
     waiting = {
         node: sum(dependency in durations for dependency in before)
@@ -215,10 +219,11 @@ def compute_longest_path(durations: dict[int, int], waits: dict[int, set[int]]) 
 
 
 def measure_chakra(path: Path) -> Measure:
-    """What a simulator takes from a `.et` file: times, dependencies, sizes; a row per type of node.
+    """Returns what a simulator reads from a `.et` file: times, dependencies, sizes; a row per node
+    type.
 
-    `ideal time` is that of the longest path through the data dependencies, with nothing to share:
-    what any simulator starts from, and what joining chains must not change.
+    `ideal time` is the length of the longest path through the data dependencies with unlimited
+    resources: any simulator starts from it, and joining chains must not change it.
     """
     rows: dict[tuple[int, int], list[int]] = {}
     sizes: dict[tuple[int, str], int] = {}
@@ -263,7 +268,7 @@ def measure_chakra(path: Path) -> Measure:
 
 
 def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
-    """Part by part; rows are compared in the order of their values."""
+    """Compares part by part; rows are compared in the order of their values."""
     for name, old in before.items():
         new = after.get(name, old.clear())
         sizes = name in _SIZES or name == SIZES_OF_NODES
@@ -304,7 +309,7 @@ _PARTS: dict[str, Callable[[Trace], pl.DataFrame]] = {
     "steps": lambda trace: analyze.step_times(trace).steps,
     "kernels": lambda trace: analyze.kernels(trace).kernels,
     "kernel categories": lambda trace: analyze.kernels(trace).categories,
-    # How GPU work hangs on the host, and when it runs: dependencies, not names.
+    # Dependencies and times of GPU work, without names.
     "launches": lambda trace: (
         trace.gpu_work()
         .select("duration_ns", launched=pl.col("launch").is_not_null())
@@ -330,19 +335,19 @@ _SIZES: dict[str, Callable[[Trace], pl.DataFrame]] = {
 }
 
 _Node = tuple[int, int]  # rank and number of a node
-_IGNORED_REASONS = ("data-dependent", "no-meta-kernel")  # run all the same
+_IGNORED_REASONS = ("data-dependent", "no-meta-kernel")  # they run nevertheless
 _MAX_ROUNDS = 64
 
 
 def choose_kept_factors(hosts: Sequence[InputFile], rules: Rules) -> str:
-    """Let those prime factors stay that the operators of host traces need.
+    """Keeps those prime factors that the operators of host traces need.
 
     Args:
         hosts: The host traces.
-        rules: By which they are rewritten; the factors that stay are told to its shapes.
+        rules: Their rewriting rules; the kept factors are set in `rules.shapes`.
 
     Returns:
-        Why nothing could be tried, so that all are rounded; else empty.
+        Why nothing could be tried, so that all factors are rounded; else empty.
     """
     kept_factors: frozenset[int] = frozenset()
     if not hosts:
@@ -351,7 +356,7 @@ def choose_kept_factors(hosts: Sequence[InputFile], rules: Rules) -> str:
         try:
             rules.shapes.keep_factors(None)
             exact = _build_plan(hosts, rules, directory)
-            excused = set(_find_misfits(exact))  # for another reason than its size
+            excused = set(_find_misfits(exact))  # not because of sizes
             for _ in range(_MAX_ROUNDS):
                 rules.shapes.keep_factors(kept_factors)
                 misfits = _find_misfits(_build_plan(hosts, rules, directory)) - excused
@@ -370,11 +375,11 @@ def choose_kept_factors(hosts: Sequence[InputFile], rules: Rules) -> str:
 
 
 def build_dry_run_report(paths: Sequence[Path], reason: str) -> dict[str, Any]:
-    """What of rewritten traces runs again, as it stands in the report.
+    """Returns which rewritten operators run again, as it appears in the report.
 
     Args:
         paths: Rewritten captures and files.
-        reason: Why nothing was tried; empty where it was.
+        reason: Why nothing was tried; empty if it was.
     """
     from traceloom.workload.replay.dry_run import dry_run
     from traceloom.workload.replay.planning import make_plan
@@ -406,7 +411,7 @@ def build_dry_run_report(paths: Sequence[Path], reason: str) -> dict[str, Any]:
 
 
 def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> ReplayPlan:
-    """The plan of the host traces as the rules rewrite them now."""
+    """Returns the replay plan of the host traces under the current rules."""
     from traceloom.workload.replay.planning import make_plan
 
     targets = []
@@ -419,8 +424,8 @@ def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> Re
 
 
 def _find_misfits(plan: ReplayPlan) -> set[_Node]:
-    """Nodes that refuse their arguments, give other shapes than recorded, or exchange other parts
-    than they have.
+    """Returns the nodes that reject their arguments, yield other shapes than recorded, or exchange
+    other parts than they have.
     """
     from traceloom.workload.replay.dry_run import dry_run
 
@@ -443,7 +448,7 @@ def _find_misfits(plan: ReplayPlan) -> set[_Node]:
 
 
 def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_Node, set[int]]]:
-    """The odd prime factors of all sizes of nodes; powers of two are never rounded."""
+    """Yields the odd prime factors of all sizes of nodes; powers of two are never rounded."""
     for rank, rank_plan in plan.ranks.items():
         shapes, calls = rank_plan.tensors["shape"], rank_plan.calls["arguments"]
         selected_ops = rank_plan.ops.filter(
@@ -472,7 +477,7 @@ def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_No
 
 
 def _list_numbers(value: Any) -> Iterator[int]:
-    """The whole numbers among arguments of a call."""
+    """Yields the integers among the arguments of a call."""
     if isinstance(value, list):
         for inner in value:
             yield from _list_numbers(inner)

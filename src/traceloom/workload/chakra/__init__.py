@@ -1,1 +1,1 @@
-"""Chakra workloads: convert, generate, validate."""
+"""Chakra workloads: reading, writing, conversion, generation and validation."""

@@ -1,12 +1,11 @@
-"""The files ASTRA-sim takes: nodes, communication, notices of every change.
+"""Conversion of a graph to the files of ASTRA-sim, with notices of every change.
 
-ASTRA-sim honours dependencies between ends and starts only, runs one CPU operation, one GPU
-operation and one communication of a rank at a time, and starts what is ready in the order of ids.
-So:
-- host nodes run together to units (see `units`), and with `gpu_only` their order is folded into dependencies;
-- what is left out passes on what it waited for (see `order`): nothing dangles, and no order is lost;
-- communication that it does not have becomes something that it has (see `communication`);
-- communication gets one order over all ranks, where nothing orders it: ranks in different orders hang silently.
+ASTRA-sim only honors dependencies from an end to a start, runs one CPU operation, one GPU operation
+and one communication of a rank at a time, and starts ready nodes in the order of ids. Hence:
+- host nodes are merged to units (see `astra_sim_order`); with `gpu_only`, dependencies replace them;
+- dropped nodes pass on their dependencies: nothing dangles, and no order is lost;
+- unsupported communication is mapped to supported kinds (see `map_communication`);
+- unordered communication gets one order over all ranks, since ranks in different orders hang silently.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ _KNOWN = {
     "reduce_scatter": CollectiveCommType.REDUCE_SCATTER,
     "all_to_all": CollectiveCommType.ALL_TO_ALL,
     "broadcast": CollectiveCommType.BROADCAST,
-    # ASTRA-sim replays a broadcast at its recorded duration: the only stand-in for operations it
-    # does not have.
+    # ASTRA-sim replays a broadcast at its recorded duration, so it stands in for unsupported
+    # operations.
     "reduce": CollectiveCommType.BROADCAST,
     "gather": CollectiveCommType.BROADCAST,
     "scatter": CollectiveCommType.BROADCAST,
-    # What NCCL does for a barrier.
+    # NCCL implements a barrier as an all_reduce.
     "barrier": CollectiveCommType.ALL_REDUCE,
 }
 REPLAYED = ("broadcast", "reduce", "gather", "scatter")
 _BARRIER_BYTES_PER_RANK = 8
 _MAX_TAG = 2**31 - 1
 
-# Why a communication is replayed by its rank alone, at its recorded duration.
+# Reasons why a rank replays a communication alone, at its recorded duration.
 ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = (
     "alone",
     "unknown-kind",
@@ -69,15 +68,17 @@ ALONE, UNKNOWN_KIND, UNKNOWN_SIZE, UNKNOWN_PEER = (
 
 @dataclass(frozen=True)
 class WrittenCommunication:
-    """What is written for each communication node.
+    """The rows to write for communication nodes.
 
     Attributes:
-        rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`, `pg_name`,
-            `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all had come),
-            `met_ns` (when that was), `why` (null, or why the rank replays it alone), `uneven`
-            (sizes of the ranks differ), `left_out` (peers that were not recorded).
-        by_order: How many collectives of a graph whose ranks were not joined were joined here, by their order.
-        groups: Members by name, ranks as they are numbered in the files.
+        rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`,
+            `pg_name`, `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all
+            ranks had arrived), `met_ns` (time of that arrival), `why` (null, or why the rank
+            replays it alone), `uneven` (sizes of the ranks differ), `left_out` (peers that were not
+            recorded).
+        by_order: Number of collectives that were joined across ranks by their order, in a graph
+            whose ranks were not joined.
+        groups: Members by name, with ranks as numbered in the files.
     """
 
     rows: pl.DataFrame
@@ -86,7 +87,7 @@ class WrittenCommunication:
 
 
 def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
-    """Map the communication of a graph.
+    """Maps the communication of a graph to what ASTRA-sim supports.
 
     Args:
         graph: The joined graph.
@@ -138,7 +139,7 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         pl.when(fine).then("members").otherwise(pl.col("number").cast(pl.String)).alias("members"),
         pl.when(fine).then("parts").otherwise(1).alias("parts"),
     )
-    # Members, as text -> a number, in the order of their first operation; all ranks need none.
+    # Number the groups by members (as text), in order of first use; the group of all ranks has none.
     lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
         rows.filter(~(pair & fine) & ((pl.col("parts") < len(numbers)) | lone))
@@ -154,7 +155,9 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
 
 
 def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
-    """The communication with its bytes, its own and its peer's number, and when all had come."""
+    """Returns the communication with its bytes, file numbers of itself and its peer, and the time
+    when all ranks had arrived.
+    """
     nodes = graph.nodes.select(
         "node",
         pl.col("kind").cast(pl.String).alias("node_kind"),
@@ -185,7 +188,7 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     )
     number = {"old": list(numbers), "new": list(numbers.values())}
     renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
-    # Bytes with ASTRA-sim's meaning: what a rank puts in, of all_gather its own part.
+    # Bytes as defined by ASTRA-sim: a rank's input; for all_gather its own part.
     kind, out, ranks = pl.col("kind"), pl.col("out_bytes"), pl.col("group_size").cast(pl.Int64)
     scaled = (
         pl.when(kind == "all_gather")
@@ -226,7 +229,7 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     is joined.
 
     Such graphs are read from files of other writers. Groups whose ranks differ in number or kinds
-    stay as they are.
+    of collectives are left unjoined.
     """
     collective = rows.filter(
         ~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null()
@@ -260,7 +263,7 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 
 
 def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
-    """The attributes of the nodes."""
+    """Returns the attributes of the nodes."""
     send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
     fine = pl.col("why").is_null()
     names = pl.DataFrame(
@@ -307,16 +310,17 @@ _WHY = {
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What a conversion did.
+    """Statistics of a conversion, for its notices.
 
     Attributes:
-        graph: What was converted.
+        graph: The converted graph.
         frame: All units.
-        kept: Which of them are nodes now.
-        leading: Which of them belong to threads that lead to work.
-        queued: Dependencies between work that overlapped on one stream.
-        loose: Dependencies for one order of communication that would have closed a circle.
-        by_order: Collectives that were joined by nothing but their order.
+        kept: Which units became nodes.
+        leading: Which units belong to threads that lead to work.
+        queued: Number of dependencies between work that overlapped on one stream.
+        loose: Number of dependencies dropped from the order of communication since they would close
+            a cycle.
+        by_order: Number of collectives joined only by their order.
         delays: Nodes that stand for times without GPU work.
     """
 
@@ -333,14 +337,14 @@ class ConversionSummary:
 def list_notices(
     changes: ConversionSummary, ranks: list[int], empty: list[int], added: int, *, gpu_only: bool
 ) -> Iterator[Notice]:
-    """The notices of a conversion.
+    """Yields the notices of a conversion.
 
     Args:
-        changes: What was done.
+        changes: Statistics of the conversion.
         ranks: The ranks in the graph.
-        empty: Those whose file has no nodes.
-        added: How many dependencies were added.
-        gpu_only: Whether host work was left out.
+        empty: Ranks whose file has no nodes.
+        added: Number of added dependencies.
+        gpu_only: Whether host work was dropped.
     """
     if count := changes.by_order:
         message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
@@ -454,7 +458,7 @@ def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterato
         lanes = changes.frame.filter(pl.Series(idle))["lane"].n_unique()
         message = f"{lanes} threads that no GPU work waits for are left out ({text.format_duration(int(work[idle].sum()))})"
         yield Notice("target-left-out-threads", "info", message, lanes)
-    # How long threads of a rank worked at the same time, ns over all ranks.
+    # Time in which several threads of a rank worked concurrently, ns over all ranks.
     spans = changes.frame.filter(pl.Series(on_host & changes.kept)).select(
         "rank", "start_ns", (pl.col("start_ns") + pl.col("work_ns")).alias("to")
     )
@@ -472,9 +476,9 @@ def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterato
 _SERIAL_TYPES = (
     int(NodeType.COMM_COLL_NODE),
     int(NodeType.COMM_SEND_NODE),
-)  # one of them at a time
+)  # ASTRA-sim runs one of them at a time
 _US = 1000
-_MIN_UNEXPLAINED_NS = 10_000  # shorter ones are left to the notice about delays
+_MIN_UNEXPLAINED_NS = 10_000  # shorter ones are only counted in the notice about delays
 
 
 @dataclass(frozen=True)
@@ -489,13 +493,13 @@ class _Nodes:
 def build_rank_files(
     graph: Graph, ranks: list[int], *, gpu_only: bool
 ) -> tuple[list[SimulatorNodes], dict[str, list[int]], list[Notice]]:
-    """The nodes of every rank's file, the groups, and what was changed."""
+    """Returns the nodes of every rank's file, the groups, and notices of all changes."""
     units = build_units(graph)
     communication = map_communication(graph, {rank: number for number, rank in enumerate(ranks)})
     frame = units.frame.join(
         communication.rows, on="node", how="left", maintain_order="left", suffix="_of"
     )
-    # Whole microseconds: what a chain of nodes loses in one, the next one gets.
+    # Round to whole microseconds so that the remainder carries over to the next node of a chain.
     total = pl.col("work_ns").cum_sum().over("lane")
     chain = total // _US - (total - pl.col("work_ns")) // _US
     transfers = pl.col("transfer_ns").is_not_null() & ~pl.col("on_host")
@@ -513,8 +517,8 @@ def build_rank_files(
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
     job_start_ns = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
-    # Long times before GPU work that nothing explains, of each node: traces without host events
-    # have them, and devices that were busy with something else before the window.
+    # Long unexplained times before GPU work, per node: they occur in traces without host events and
+    # on devices that were busy with other work before the window.
     from_origin = pl.when(pl.col("kind") == "origin").then("delay_ns").otherwise(0)
     late = graph.edges.filter(~pl.col("to_end")).select(
         "target", (pl.col("residual_ns") + from_origin).alias("late")
@@ -529,8 +533,7 @@ def build_rank_files(
     delays = nodes.frame[frame.height :]
     if not gpu_only:
         nodes, retained = _add_start_delays(nodes, retained, job_start_ns)
-    # The communication of every rank in one order, so that all ranks agree; what waits in a circle
-    # fits none.
+    # Order the communication of all ranks consistently; nodes in a cycle have no place in the order.
     position = compute_job_order(nodes.frame, nodes.pairs)
     in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES)
     serial_nodes = (
@@ -548,7 +551,7 @@ def build_rank_files(
         .to_numpy()
     )
     last = find_last_before(position, in_turn.to_numpy(), nodes.pairs)
-    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path leads there already
+    added = rows[last[rows[:, 0]] < position[rows[:, 1]]]  # else a path exists already
     nodes = _Nodes(
         nodes.frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])
     )
@@ -572,8 +575,8 @@ def build_rank_files(
 
 
 def _find_needed_units(units: Units, frame: pl.DataFrame) -> Bools:
-    """Units of threads that GPU work or communication waits for, over other threads too; all where
-    there is none.
+    """Returns the units of threads that GPU work or communication waits for, directly or via other
+    threads; all units if there is no such work.
     """
     lane = frame["lane"].fill_null(2**31).cast(pl.Int64).to_numpy()
     works = ~frame["on_host"].to_numpy()
@@ -594,8 +597,8 @@ def _find_needed_units(units: Units, frame: pl.DataFrame) -> Bools:
 
 
 def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tuple[_Nodes, Bools]:
-    """With a node before everything else of each rank that began later than the first: ASTRA-sim
-    starts all at 0.
+    """Adds a node before everything else of each rank that started later than the first, since
+    ASTRA-sim starts all ranks at 0.
     """
     retained_nodes = nodes.frame.with_row_index("row").filter(pl.Series(retained))
     rank_starts = retained_nodes.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
@@ -627,18 +630,17 @@ def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tupl
 def _add_idle_delays(
     nodes: _Nodes, retained: Bools, job_start_ns: int, unexplained: pl.DataFrame | None
 ) -> tuple[_Nodes, Bools]:
-    """With a node for times in which a rank's GPU had nothing to do, before the work that ended
-    them.
+    """Adds a node for each time in which a rank's GPU was idle, before the work that ended it.
 
-    It waits for what that work waits for, and for the work that ended last before it.
+    The node waits for the dependencies of that work, and for the last work that ended before it.
 
     Args:
         nodes: The nodes so far.
         retained: Which of them are kept.
-        job_start_ns: Start of the job, ns: who begins later, does so here too.
-        unexplained: `node`, `residual_ns`: where host work is there, only this much of such a time is a node: what
-            neither the host nor anything else explains. None where host work is left out: then all
-            of it is.
+        job_start_ns: Start of the job, ns; ranks that start later keep their offset.
+        unexplained: `node`, `residual_ns`: with host work, only this part of an idle time, which
+            neither the host nor anything else explains, becomes a node. None if host work is
+            dropped: then all of it does.
     """
     work = (
         nodes.frame.with_row_index("row")
@@ -676,7 +678,7 @@ def _add_idle_delays(
     delay_of[rows] = new
     target, source = nodes.pairs[:, 0], nodes.pairs[:, 1]
     moved = np.stack([np.where(delay_of[target] >= 0, delay_of[target], target), source], axis=1)
-    # The row of the work that ended last, of all that started before on the same rank.
+    # The row of the work that ended last, among all that started before on the same rank.
     record = (
         pl.when(pl.col("end_ns") > pl.col("free").fill_null(-(2**62)))
         .then("row")
@@ -689,7 +691,7 @@ def _add_idle_delays(
     last = work.filter(pl.col("gap_us") > 0)["last"]
     added = np.stack([new, last.fill_null(-1).to_numpy()], axis=1)
     added = added[added[:, 1] >= 0]
-    if len(added):  # only pairs that are not there already
+    if len(added):  # only new pairs
         width = 1 + max(int(added.max()), int(moved.max(initial=0)))
         added = added[
             ~np.isin(added[:, 0] * width + added[:, 1], moved[:, 0] * width + moved[:, 1])
@@ -699,7 +701,7 @@ def _add_idle_delays(
 
 
 def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
-    """The nodes of one rank, numbered from 1 in the order of their starts."""
+    """Returns the nodes of one rank, numbered from 1 in the order of their starts."""
     in_rank = retained & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
     rows = np.flatnonzero(in_rank)
     rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
@@ -730,14 +732,14 @@ SCHEMA = "traceloom-astra-sim"
 
 @dataclass(frozen=True)
 class AstraSim:
-    """What is written for ASTRA-sim.
+    """The files for ASTRA-sim.
 
     Attributes:
         ranks: The rank in the graph of each file, by the file's number.
         files: The nodes of each file.
-        groups: Members of the groups that are not all ranks, by number.
-        notices: What was changed or left out, counted.
-        stage: Which of Chakra's kinds of graph it was made of.
+        groups: Members of the groups other than that of all ranks, by number.
+        notices: What was changed or left out, with counts.
+        stage: Chakra's stage of the source graph.
     """
 
     ranks: tuple[int, ...]
@@ -747,7 +749,7 @@ class AstraSim:
     stage: Stage = "profiled"
 
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
-        """Write all files, or nothing.
+        """Write all files, or none on failure.
 
         Raises:
             OutputError: `file-exists`, `cannot-write`.
@@ -766,12 +768,12 @@ class AstraSim:
 
 
 def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
-    """What ASTRA-sim needs of a graph.
+    """Converts a graph to the files of ASTRA-sim.
 
     Args:
         graph: A calibrated graph.
-        gpu_only: Leave out the work of the host. Its order goes into dependencies; where the GPU had nothing to do, a
-            GPU node of that length stands for the host's time.
+        gpu_only: Leave out host work. Dependencies replace its order; where the GPU was idle, a GPU
+            node of that length stands for the host's time.
     """
     ranks = sorted({int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()})
     files, groups, notices = build_rank_files(graph, ranks, gpu_only=gpu_only)

@@ -1,16 +1,16 @@
-"""Host work merged into units, and the order of all ranks.
+"""Merging host work into units, and ordering the nodes of all ranks.
 
-The nodes of a host thread follow each other without gaps. A run of them becomes one unit, cut
-wherever something else holds on to it: before a node from whose start work is launched, or that
-waits for another thread; behind a node for which others wait, or that waits for GPU work.
+The nodes of a host thread follow each other without gaps. A run of them becomes one unit, split
+wherever another dependency attaches: before a node that launches work from its start or waits for
+another thread, and after a node that others wait for or that waits for GPU work.
 
-What a unit waits for when some units are left out: of every chain, the last kept unit that must
-have ended.
+If units are dropped, a unit waits instead for the last kept unit of every chain that must have
+ended.
 
-Threads and streams are queues: who waits for the k-th unit waits for all before it. Elsewhere units
-that wait for each other one after the other make chains, with the same property. So the units that
-must have ended before a point are one per chain, and a point with one predecessor shares what that
-one knows.
+Threads and streams are queues: whatever waits for the k-th unit waits for all before it. Elsewhere,
+units that wait for each other in sequence form chains with the same property. So the units that
+must have ended before a point are one per chain, and a point with one predecessor shares the
+predecessor's result.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LANELESS_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a graph, and what they wait for.
+    """The units of a graph, and their dependencies.
 
     Attributes:
-        frame: `unit` (row number), `node` (the first one), `name`, `rank`, `lane`, `position` (place on its lane),
-            `on_host`, `start_ns`, `end_ns`, `work_ns` (what it takes when nothing is awaited),
-            `members` (nodes in it). Sorted by lane and time.
+        frame: `unit` (row number), `node` (the first one), `name`, `rank`, `lane`, `position`
+            (place on its lane), `on_host`, `start_ns`, `end_ns`, `work_ns` (duration without
+            waits), `members` (nodes in it). Sorted by lane and time.
         source: Unit that is waited for, per edge.
         target: Unit that waits.
-        from_end: Whether the edge holds from the end of its source (else from its start).
-        to_end: Whether it holds back the end of its target (else its start).
-        queues: Lanes whose units follow each other because the thread or the stream says so. Files of other writers
-            say nothing of that: there, nodes on one lane may come in any order.
+        from_end: Whether the edge starts at the end of its source (else at its start).
+        to_end: Whether it delays the end of its target (else its start).
+        queues: Lanes that run their units in sequence because they are threads or streams. Files of
+            other writers do not state that: their nodes on a lane may run in any order.
     """
 
     frame: pl.DataFrame
@@ -57,8 +57,8 @@ class Units:
 
 
 def build_units(graph: Graph) -> Units:
-    """The units of a calibrated graph, of all its ranks; edges between ranks are left to the
-    simulator.
+    """Returns the units of a calibrated graph, of all its ranks; edges between ranks are left to
+    the simulator.
     """
     nodes = graph.nodes.filter(~pl.col("kind").is_in(_LANELESS_KINDS)).sort(
         "lane", "start_ns", "node", nulls_last=True
@@ -79,7 +79,7 @@ def build_units(graph: Graph) -> Units:
     edges = edges.filter(pl.Series(within_rank))
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_end, to_end = edges["from_end"].to_numpy(), edges["to_end"].to_numpy()
-    # Whether a unit begins with each node (by its place).
+    # Whether a unit begins with each node, by position.
     at_host = nodes["kind"].is_in(HOST_KINDS).to_numpy()
     lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
     is_unit_start = ~at_host
@@ -87,8 +87,8 @@ def build_units(graph: Graph) -> Units:
     is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
     is_unit_start |= (
         nodes["kind"] == gs.WAIT
-    ).to_numpy()  # alone, so that the work of a unit lies where the unit does
-    # Only what holds from an end to the start of the next node on the lane is inside a unit.
+    ).to_numpy()  # in units of their own, so that the work of a unit is at the time of the unit
+    # Only edges from an end to the start of the next node on the lane are inside a unit.
     inner = from_end & ~to_end & (target == source + 1)
     is_unit_start[target[~inner & ~to_end]] = True
     is_unit_start[source[~inner & ~from_end]] = True
@@ -97,7 +97,7 @@ def build_units(graph: Graph) -> Units:
     unit = np.cumsum(is_unit_start) - 1
     on_host = pl.col("kind").is_in(HOST_KINDS)
     waits = pl.col("kind") == gs.WAIT
-    # A thread that waits does nothing itself; GPU work takes what it took.
+    # A waiting thread does no work itself; GPU work keeps its duration.
     work = (
         pl.when(waits)
         .then(0)
@@ -138,7 +138,7 @@ def build_units(graph: Graph) -> Units:
     return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
 
 
-_Latest = dict[int, int]  # chain -> place in the order, of its last unit that must have ended
+_Latest = dict[int, int]  # chain -> position in the order of its last unit that must have ended
 _NO_UNITS: _Latest = {}
 
 
@@ -149,7 +149,7 @@ class AwaitedUnits:
     Attributes:
         target: Unit.
         source: Unit.
-        queued: Whether nothing but the queue of its lane says so, where the measured work overlapped.
+        queued: Whether only the queue of a lane implies it, although the measured work overlapped.
         order: All units in an order in which each comes after what it waits for.
     """
 
@@ -160,7 +160,7 @@ class AwaitedUnits:
 
 
 def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
-    """The dependencies between kept units, including those that pass through dropped units.
+    """Returns the dependencies between kept units, including those that pass through dropped units.
 
     Args:
         units: All units.
@@ -173,12 +173,12 @@ def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
     target = np.concatenate([units.target * 2 + units.to_end, same * 2 + 2])
     try:
         order = sort_topologically(count, source, target)
-    except InvariantError:  # the queue of a lane would close a circle: the queues give way
+    except InvariantError:  # the queue of a lane would close a cycle: drop the queues
         source, target = source[: len(units.source)], target[: len(units.source)]
         order = sort_topologically(count, source, target)
     position = np.empty(2 * count, np.int64)
     position[order] = np.arange(2 * count)
-    position = position[0::2]  # of the starts: later in a chain is later in the order
+    position = position[0::2]  # of the starts: a later unit of a chain is later in the order
     queue_of = np.where(np.isin(lane, units.queues), lane, -1)
     chain = _assign_chains(order, source, target, retained, queue_of)
     # For every unit and each chain: the last kept unit that must have ended before the unit starts.
@@ -225,8 +225,8 @@ def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
 def _assign_chains(
     order: Ints, source: Ints, target: Ints, retained: Bools, queue_of: Ints
 ) -> list[int]:
-    """A chain for every unit: its queue; elsewhere that of a unit that it directly waits for, if
-    that is its end.
+    """Returns a chain for every unit: its queue; elsewhere the chain of a direct predecessor, if
+    that is the end of its chain, or a new one.
 
     Args:
         order: All points in topological order.
@@ -259,8 +259,8 @@ def _assign_chains(
 
 
 def _merge_latest(current: _Latest, other: _Latest) -> _Latest:
-    """For each chain, the later unit of the two; an input itself is returned where it already has
-    them all.
+    """Returns the later unit of the two for each chain; returns an input itself if it has them
+    all.
     """
     if not other or current is other:
         return current
@@ -276,18 +276,18 @@ def _merge_latest(current: _Latest, other: _Latest) -> _Latest:
 
 
 def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
-    """The position of every node; the parts of one collective share one; -1 for nodes that wait in
-    a circle.
+    """Returns the position of every node; the parts of one collective share one; -1 for nodes in a
+    cycle.
 
-    Among the ready nodes, the earliest by recorded time comes next; a collective counts from when
-    its last part came.
+    Among the ready nodes, the earliest by recorded time comes next; a collective counts from the
+    arrival of its last part.
 
     Args:
         frame: Columns type, rank, start_ns, instance, comm_src, comm_dst, comm_tag.
         pairs: (row, row that it waits for).
     """
     rows = frame.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
-    # The row that stands for each row: the first part of its collective, itself elsewhere.
+    # The representative of each row: the first part of its collective, else the row itself.
     joined = (
         (pl.col("type") == int(NodeType.COMM_COLL_NODE))
         & pl.col("instance").is_not_null()
@@ -298,7 +298,7 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
     )
     meets = np.arange(frame.height, dtype=np.int64)
     meets[joined_rows["row"].to_numpy()] = joined_rows["first"].to_numpy()
-    # (row of a send, row of its receive): the k-th of one sender, receiver and tag.
+    # (row of a send, row of its receive): matched by sender, receiver, tag and sequence.
     keys = ["comm_src", "comm_dst", "comm_tag"]
     message_rows = rows.sort("start_ns", "row").select("row", "type", *keys)
     message_rows = message_rows.with_columns(
@@ -337,13 +337,14 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
 
 
 def find_last_before(order: Ints, counts: Bools, pairs: Ints) -> Ints:
-    """For every node: the highest place of a node that counts, among all that it waits for directly
-    or over others.
+    """Returns, for every node, the highest position of a node in `counts` among all its direct and
+    indirect dependencies.
 
     Args:
-        order: As `order_of_job` gives it.
+        order: From `compute_job_order`.
         counts: Which nodes count.
-        pairs: (row, row that it waits for); the second one has the lower place, or neither has any.
+        pairs: (row, row that it waits for); the second one has the lower position, or neither has
+            any.
 
     Returns:
         -1 where there is none.

@@ -1,4 +1,4 @@
-"""Checks within one file, and ASTRA-sim's own."""
+"""Validation rules within one file, and those of ASTRA-sim."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Arcs:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """The dependencies of a file, looked up.
+    """The dependencies of a file, resolved to rows.
 
     Attributes:
         data: Data dependencies between different nodes of the file.
         control: Control dependencies between different nodes of the file.
-        own: Rows of nodes whose data dependencies name themselves.
-        own_control: Rows of nodes whose control dependencies do.
+        own: Rows of nodes with a data dependency on themselves.
+        own_control: Rows of nodes with a control dependency on themselves.
         dangling: (row, id) of data dependencies on ids that no node has.
-        dangling_control: The same of control dependencies.
+        dangling_control: The same for control dependencies.
     """
 
     data: Arcs
@@ -51,7 +51,7 @@ class Resolved:
 
 
 def resolve(table: NodeFrame) -> Resolved:
-    """Look up the ids that the nodes of a file wait for; of nodes with equal ids the first one
+    """Resolves the ids that the nodes of a file wait for; of nodes with equal ids, the first one
     counts.
     """
     ids = table.nodes["id"].to_numpy()
@@ -76,10 +76,11 @@ def resolve(table: NodeFrame) -> Resolved:
 
 @dataclass(frozen=True, slots=True)
 class TopologicalOrder:
-    """An order in which every node comes after what it waits for.
+    """An order in which every node comes after its dependencies.
 
     Attributes:
-        order: Rows of all nodes that can start; among those that are ready at once, mostly by their keys.
+        order: Rows of all nodes that can start; nodes that are ready at once are mostly sorted by
+            key.
         stuck: Whether each node never starts.
     """
 
@@ -95,8 +96,8 @@ def sort_topologically(
     Args:
         count: Number of nodes.
         arcs: The dependencies.
-        key: Where they already point from lower to higher keys, the keys are the order, at no cost.
-        blocked: Rows that never start whatever happens, as they wait for what does not exist.
+        key: If all dependencies point from lower to higher keys, the keys already are the order.
+        blocked: Rows that never start since they wait for missing nodes.
     """
     if (blocked is None or not len(blocked)) and (key[arcs.source] < key[arcs.target]).all():
         return TopologicalOrder(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
@@ -122,11 +123,11 @@ def sort_topologically(
 
 
 def find_cycles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
-    """Circles among nodes that never start: in each, every row waits for the next one, and the last
-    for the first.
+    """Returns cycles among nodes that never start: every row waits for the next one, the last for
+    the first.
 
-    From every stuck node, one wait is followed until a row repeats: linear time, and one circle for
-    every group of nodes that wait only for each other.
+    From every stuck node, one dependency is followed until a row repeats. This takes linear time
+    and finds one cycle for every group of nodes that wait only for each other.
     """
     is_stuck_arc = stuck[arcs.source] & stuck[arcs.target]
     awaited = np.full(len(stuck), -1, dtype=np.int64)
@@ -134,7 +135,7 @@ def find_cycles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
     next_of = awaited.tolist()
     walk = np.zeros(
         len(stuck), dtype=np.int64
-    ).tolist()  # the walk on which a row was met first; 0 for none
+    ).tolist()  # the walk that first visited a row; 0 for none
     rings: list[list[int]] = []
     for number, start_row in enumerate(np.flatnonzero(stuck).tolist(), start=1):
         row = start_row
@@ -158,7 +159,7 @@ _MAX_NAME_CHARS = 60
 def check_file(
     table: NodeFrame, location: Place, findings: Findings
 ) -> tuple[Resolved, TopologicalOrder]:
-    """All rules about one file; returns its dependencies and the order they leave."""
+    """Checks all rules about one file; returns its dependencies and the resulting order."""
     for notice in table.notices:
         if notice.slug == "chakra-no-metadata":
             findings.add("no-metadata", location, [(None, notice.message)])
@@ -190,7 +191,7 @@ def check_file(
 
 
 def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
-    """Attributes that are not as readers expect them."""
+    """Reports attributes whose type or value readers do not expect."""
     expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
     wrong = table.odd.filter(pl.col("kind") != expected)
     for (name, kind), rows in sorted(
@@ -221,7 +222,7 @@ def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
 
 
 def describe_node(table: NodeFrame, row: int) -> str:
-    """A node in words: its id and its name."""
+    """Returns the id and name of a node for messages."""
     name = table.nodes["name"][row]
     short = name if len(name) <= _MAX_NAME_CHARS else name[: _MAX_NAME_CHARS - 1] + "…"
     return f"node {table.nodes['id'][row]}" + (f" `{short}`" if short else "")
@@ -234,7 +235,7 @@ def get_ids(table: NodeFrame, rows: Ints) -> NDArray[np.uint64]:
 
 
 def describe_nodes(table: NodeFrame, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
-    """(id, sentence) of every row, made lazily."""
+    """Yields (id, sentence) of every row, lazily."""
     for row in rows:
         yield table.nodes["id"][int(row)], f"{describe_node(table, int(row))} {complaint}"
 
@@ -280,9 +281,9 @@ def _check_dependencies(
         if len(repeated_rows):
             repeats = describe_nodes(table, repeated_rows, "lists a dependency more than once")
             findings.add("repeated-dependency", location, repeats, get_ids(table, repeated_rows))
-    # The order by data and control dependencies; by data dependencies alone where both together
-    # form circles.
-    key = np.empty(len(table), dtype=np.int64)  # the place of each among all, by id
+    # The order by data and control dependencies; by data dependencies alone if both together form
+    # cycles.
+    key = np.empty(len(table), dtype=np.int64)  # the rank of each node by id
     key[np.argsort(table.nodes["id"].to_numpy(), kind="stable")] = np.arange(len(table))
     blocked = np.union1d(resolved.dangling[0], resolved.own)
     data_order = sort_topologically(len(table), resolved.data, key, blocked)
@@ -349,13 +350,13 @@ ALL = ("", "0")
 
 
 def find_rows(table: NodeFrame, *kinds: int) -> Ints:
-    """Rows of the nodes of some types."""
+    """Rows of the nodes of the given types."""
     return np.flatnonzero(np.isin(table.nodes["type"].to_numpy(), kinds))
 
 
 def format_collective_type(number: int | None) -> str:
-    """The name of a collective's type, as `ALL_REDUCE`; `type 12` for one that the schema does not
-    have.
+    """Returns the name of a collective's type, such as `ALL_REDUCE`; `type 12` if the schema has
+    none.
     """
     if number is None:
         return "a collective without type"
@@ -367,7 +368,7 @@ def format_collective_type(number: int | None) -> str:
 
 
 def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
-    """The files that have nodes of which something holds, and the rows of these."""
+    """Yields the files with nodes for which an expression holds, and the rows of these nodes."""
     nodes = workload.nodes.filter(broken)
     for (file,), rows in nodes.select("file", "row").group_by("file", maintain_order=True):
         yield int(str(file)), rows["row"].to_numpy()
@@ -376,7 +377,7 @@ def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int,
 def check_nodes(
     workload: Workload, findings: Findings, rule: str, broken: pl.Expr, predicate: str
 ) -> None:
-    """Say of each file which of its nodes break a rule."""
+    """Reports, for each file, the nodes that break a rule."""
     for file, rows in find_wrong_nodes(workload, broken):
         table = workload.tables[file]
         findings.add(
@@ -388,7 +389,7 @@ def check_nodes(
 
 
 def check_attributes(workload: Workload, findings: Findings) -> None:
-    """The rules for attributes of communication nodes."""
+    """Checks the rules for attributes of communication nodes."""
     lacking = [workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))]
     for kind, needed in _NEEDED.items():
         for name in needed:
@@ -437,7 +438,7 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
 
 
 def check_groups(workload: Workload, findings: Findings) -> None:
-    """The group file, and whether the nodes' groups are in it."""
+    """Checks the group file, and that it contains the nodes' groups."""
     groups = workload.groups
     if groups.faults:
         location = (groups.path, None)
@@ -479,7 +480,7 @@ def check_groups(workload: Workload, findings: Findings) -> None:
 
 
 def check_peers(workload: Workload, findings: Findings) -> None:
-    """The peers of messages, where the file alone shows that they are impossible."""
+    """Checks the peers of messages, where the file alone shows that they are impossible."""
     rank_by_file = pl.Series("rank", workload.ranks, dtype=pl.Int64)
     rank = pl.col("file").replace_strict(range(len(rank_by_file)), rank_by_file)
     for kind, peer, own_column in (
@@ -503,7 +504,7 @@ def check_peers(workload: Workload, findings: Findings) -> None:
 
 
 def find_named_ranks(workload: Workload) -> dict[int, str]:
-    """Every rank that a group or a message names, and where."""
+    """Returns every rank that a group or a message names, and where."""
     location_by_rank: dict[int, str] = {}
     for name, members in (workload.groups.members or {}).items():
         for rank in members:
@@ -536,7 +537,7 @@ _MEMORY = (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE)
 
 
 def check_astra_sim(workload: Workload, findings: Findings) -> None:
-    """All rules that only ASTRA-sim has."""
+    """Checks the rules that apply to ASTRA-sim only."""
     for rank, table in zip(workload.ranks, workload.tables, strict=True):
         if rank is None:
             findings.add(
@@ -594,7 +595,7 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
     for file, rows in find_wrong_nodes(
         workload, host
-    ):  # about the simulation as a whole, however many they are
+    ):  # about the simulation as a whole, however many there are
         text = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
         table = workload.tables[file]
         findings.add(
@@ -610,7 +611,7 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     if len(workload.ranks) == 1:
         severity: Severity | None = (
             None if workload.place.whole else "warning"
-        )  # others may lie elsewhere
+        )  # other files may be elsewhere
         lone_rank_examples = [(None, "there is no other rank")]
         findings.add(
             "one-rank",
@@ -626,5 +627,5 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
 
 
 def is_number(name: str, min_value: int) -> bool:
-    """Whether ASTRA-sim reads a group's name as a number from `min_value` on."""
+    """Returns whether ASTRA-sim reads a group's name as a number >= `min_value`."""
     return name.isascii() and name.isdigit() and min_value <= int(name[:11]) <= _MAX_GROUP

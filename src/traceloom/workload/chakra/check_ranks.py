@@ -1,4 +1,4 @@
-"""Checks between ranks: matching, deadlock."""
+"""Validation rules between ranks: matching operations and deadlocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from traceloom.workload.chakra.check_files import (
 from traceloom.workload.chakra.validation_rules import Findings, Severity
 
 _NONE = -1  # no type, no size
-# Operations that move different amounts on different ranks, where the program asks for that.
+# Operations that may move different amounts on different ranks by design.
 _UNEVEN = (
     CollectiveCommType.ALL_TO_ALL,
     CollectiveCommType.ALL_GATHER,
@@ -58,11 +58,13 @@ class OrderedFile:
 
 @dataclass(frozen=True, slots=True)
 class JoinedOperations:
-    """Nodes of different ranks that are one operation.
+    """Nodes of different ranks that form one operation.
 
     Attributes:
-        meetings: Per joined collective: (index of the file, row) of each part, as columns `meeting`, `file`, `row`.
-        messages: Per matched message: `file`, `row` of the send, `file_right`, `row_right` of the receive.
+        meetings: Per joined collective: (index of the file, row) of each part, as columns
+            `meeting`, `file`, `row`.
+        messages: Per matched message: `file`, `row` of the send, `file_right`, `row_right` of the
+            receive.
     """
 
     meetings: pl.DataFrame
@@ -72,7 +74,9 @@ class JoinedOperations:
 def build_issue_orders(
     workload: Workload, settled: Sequence[TopologicalOrder]
 ) -> list[OrderedFile]:
-    """The files of a set with a rank each; empty where a file has none, or two have the same."""
+    """Returns the files of a set with a rank each; empty if a file has no rank, or two have the
+    same.
+    """
     ranks = [rank for rank in workload.ranks if rank is not None]
     if len(set(ranks)) < len(workload.ranks):
         return []
@@ -85,7 +89,7 @@ def build_issue_orders(
 
 
 def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) -> JoinedOperations:
-    """Compare what the ranks say of their common operations."""
+    """Compares how the ranks describe their common operations, and joins the matching ones."""
     position = pl.Series("position", np.concatenate([part.position for part in parts]))
     startable = (
         workload.nodes.with_columns(position)
@@ -110,8 +114,8 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
         )
     frames = [pl.DataFrame(schema={"meeting": pl.Int64, "file": pl.Int64, "row": pl.Int64})]
     for name, issued in sorted(sequences_by_group.items()):
-        # What was recorded knows which operation is which, however its threads and streams stand in
-        # the files.
+        # Recorded sequence numbers identify operations regardless of the order of threads and
+        # streams in the files.
         all_numbered = all(sequence.numbers is not None for sequence in issued)
         sequences = [sequence.by_number() for sequence in issued] if all_numbered else issued
         first = sequences[0]
@@ -136,7 +140,7 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
             )
         fits = [_compare(parts, name, first, other, findings) for other in sequences[1:]]
         if fits and all(fits):
-            # The k-th of each rank are one operation; it is numbered by its first part.
+            # The k-th of each rank form one operation, numbered by its first part.
             count = min(len(s.rows) for s in sequences)
             meeting = (first.part << 40) + first.rows[:count]
             frames += [
@@ -150,16 +154,16 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """The collectives of one rank in one group, in the order of their issue."""
+    """The collectives of one rank in one group, in issue order."""
 
     part: int
     rows: Ints
     kinds: Ints
     sizes: Ints
-    numbers: Ints | None  # of the operations in the group, where each has one of its own
+    numbers: Ints | None  # sequence numbers in the group, if each operation has one
 
     def by_number(self) -> _Sequence:
-        """The same in the order of the numbers."""
+        """Returns the sequence sorted by number."""
         if self.numbers is None:
             return self
         order = np.argsort(self.numbers)
@@ -171,7 +175,7 @@ class _Sequence:
 def _compare(
     parts: Sequence[OrderedFile], name: str, first: _Sequence, other: _Sequence, findings: Findings
 ) -> bool:
-    """Compare two ranks' sequences in a group; False where they cannot be joined."""
+    """Compares two ranks' sequences in a group; returns False if they cannot be joined."""
     first_part, other_part = parts[first.part], parts[other.part]
 
     def say(rule: str, positions: Ints) -> None:
@@ -240,12 +244,12 @@ def _describe_group(name: str) -> str:
 def _match_messages(
     parts: Sequence[OrderedFile], startable: pl.DataFrame, findings: Findings
 ) -> pl.DataFrame:
-    """Compare the two ends of messages.
+    """Compares and joins the two ends of messages.
 
     Args:
         parts: The files.
         startable: Their nodes that can be issued, in that order.
-        findings: Where problems go.
+        findings: Collects the problems.
     """
     ranks = pl.Series([part.rank for part in parts], dtype=pl.Int64)
     messages_by_kind = {}
@@ -314,8 +318,8 @@ _MAX_CYCLE_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """All ranks' nodes under one numbering; `meets` says which are one operation: the lowest number
-    of its parts.
+    """The nodes of all ranks under one numbering; `meets` maps each node to the lowest number among
+    the parts of its operation.
     """
 
     first: Ints  # number of each file's first node
@@ -323,7 +327,7 @@ class _Job:
     arcs: Arcs
 
     def where(self, number: int) -> tuple[int, int]:
-        """File and row of a node."""
+        """Returns file and row of a node."""
         file = int(np.searchsorted(self.first, number, side="right")) - 1
         return file, number - int(self.first[file])
 
@@ -334,11 +338,11 @@ def check_deadlock(
     joined: JoinedOperations,
     findings: Findings,
 ) -> None:
-    """Name circles in which ranks wait for each other.
+    """Reports cycles in which ranks wait for each other.
 
-    A circle of dependencies is one for every reader. Where there is none, but the order in which
-    ranks issue their communication makes one, those that do one thing after the other (ASTRA-sim
-    does) hang.
+    A cycle of dependencies is a deadlock for every reader. If there is none, but the order in which
+    ranks issue their communication closes a cycle, readers that run one operation at a time (such
+    as ASTRA-sim) hang.
     """
     if joined.meetings.is_empty() and joined.messages.is_empty():
         return
@@ -357,8 +361,8 @@ def check_deadlock(
     lowest = np.full(index.max() + 1 if len(index) else 0, first[-1], dtype=np.int64)
     np.minimum.at(lowest, index, part_of)
     meets[part_of] = lowest[index]
-    # From each collective or send of a rank to the next one that it issues. Where the files hold
-    # when each began, that is their order for those who take it as recorded.
+    # From each collective or send of a rank to the next one that it issues; by recorded start times
+    # where the files have them.
     sources, targets = [], []
     for number, part in enumerate(parts):
         rows = find_rows(part.table, COLLECTIVE, SEND)
@@ -398,8 +402,8 @@ def check_deadlock(
 
 
 def _describe_cycle(parts: Sequence[OrderedFile], job: _Job, ring: list[int]) -> str:
-    """Who waits for whom: on each rank of the circle, what waits there, and for what before it."""
-    # For every two neighbours of the circle, the dependency between them: what waits, and for what
+    """Describes a cycle: on each rank, which node waits, and for which earlier one."""
+    # For every two neighbors in the cycle, the dependency between them: waiting and awaited node as
     # (file, row).
     arc_rows = np.flatnonzero(
         np.isin(job.meets[job.arcs.target], ring) & np.isin(job.meets[job.arcs.source], ring)
@@ -415,7 +419,7 @@ def _describe_cycle(parts: Sequence[OrderedFile], job: _Job, ring: list[int]) ->
 
     def breaks(
         k: int,
-    ) -> bool:  # whether the wait of step k is another one than that of the step before
+    ) -> bool:  # whether step k waits for another rank than the previous step
         (from_file, _), middle = steps[k - 1]
         return middle != steps[k][0] or not from_file == middle[0] == steps[k][1][0]
 

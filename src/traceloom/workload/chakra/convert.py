@@ -1,9 +1,9 @@
-"""Conversion between all forms; one side alone.
+"""Conversion between all forms of Chakra files, and separation of the host or device side.
 
-A kept node that waited for a removed one waits for what that one waited for. Done naively this
-multiplies dependencies: a removed node with many before it and many behind it would tie each to
-each. Such a node stays, without duration, and what other dependencies imply is not said, so that
-the work is linear in nodes and dependencies.
+When one side is removed, a kept node that waited for a removed one waits for that one's
+dependencies instead. Done naively this multiplies dependencies: a removed node with many
+predecessors and many successors would connect each to each. Such a node is kept with zero duration,
+and implied dependencies are omitted, so that the work is linear in nodes and dependencies.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from traceloom.workload.chakra.graph_write import GraphWriter
 Side = Literal["communication", "compute"]
 _GRAPH_ATTRIBUTES = frozenset(
     {EDGES, EDGES_OUT, CARRIED_NODES}
-)  # attributes that would speak of removed nodes
-_MAX_PASSED = 64  # of a list that grows along a chain of removed nodes
+)  # attributes that refer to removed nodes
+_MAX_PASSED = 64  # length of a list that grows along a chain of removed nodes
 
 
 @dataclass(frozen=True)
 class DependencyShape:
-    """Ids, types and dependencies of all nodes of a file, without the nodes.
+    """Ids, types and dependencies of all nodes of a file, without the nodes themselves.
 
     Attributes:
         ids: Id of each node.
         types: Type of each node.
-        control: Rows that each node waits for by control.
-        data: Rows that each node waits for by data.
-        dangling: How many dependencies named no node.
+        control: Rows of each node's control dependencies.
+        data: Rows of each node's data dependencies.
+        dangling: Number of dependencies on missing nodes.
     """
 
     ids: list[int]
@@ -71,7 +71,7 @@ class DependencyShape:
 
 
 def read_shape(blocks: Iterator[Block], location: str) -> DependencyShape:
-    """The shape of a file, read in one pass.
+    """Reads the shape of a file in one pass.
 
     Raises:
         InputError: `chakra-damaged`.
@@ -103,13 +103,13 @@ def read_shape(blocks: Iterator[Block], location: str) -> DependencyShape:
 
 @dataclass(frozen=True)
 class SeparatedSide:
-    """What stays of a file.
+    """The remaining nodes of a file.
 
     Attributes:
-        kept: Whether each node stays as it is.
-        joints: Nodes that stay without duration, because many wait through them for many.
-        control: Ids that each node that stays waits for by control.
-        data: Ids that each node that stays waits for by data.
+        kept: Whether each node is kept unchanged.
+        joints: Nodes that are kept with zero duration, since many nodes wait through them for many.
+        control: Ids of the control dependencies of each remaining node.
+        data: Ids of the data dependencies of each remaining node.
         notices: What was left out.
     """
 
@@ -121,7 +121,7 @@ class SeparatedSide:
 
 
 def separate_side(file: DependencyShape, side: Side, location: str) -> SeparatedSide:
-    """The nodes and dependencies that stay when only one side is kept.
+    """Returns the nodes and dependencies that remain when only one side is kept.
 
     Raises:
         InputError: `chakra-circle`: nodes wait for each other.
@@ -152,8 +152,8 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
         )
         if not control_joints and not data_joints:
             break
-        # Both kinds of dependencies go through the same joints, so both are bridged anew; twice in
-        # nearly all cases.
+        # Both kinds of dependencies pass through the same joints, so both are bridged again; two
+        # rounds are nearly always enough.
         for joint in (*control_joints, *data_joints):
             stays[joint] = True
     joints = frozenset(
@@ -174,8 +174,8 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
 def _collapse_removed_nodes(
     waits: Sequence[list[int]], stays: Sequence[bool], location: str
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """What each node that stays waits for, directly or through removed nodes, and the removed ones
-    that must stay.
+    """Returns the direct and indirect (through removed nodes) dependencies of each remaining node,
+    and the removed nodes that must stay as joints.
     """
     followers = [0] * len(waits)
     for needed in waits:
@@ -183,7 +183,7 @@ def _collapse_removed_nodes(
             followers[other] += 1
     chains = _Chains()
     bridged: dict[int, list[int]] = {}
-    passed: dict[int, list[int]] = {}  # of a removed node: what those behind it wait for
+    passed: dict[int, list[int]] = {}  # removed node -> the dependencies of its successors
     joints: list[int] = []
     for row in _iterate_in_order(waits, location):
         needed = waits[row]
@@ -209,8 +209,8 @@ def _collapse_removed_nodes(
 
 
 class _Chains:
-    """Nodes in chains, in which each waits for the one before: whoever waits for a node waits for
-    its whole chain.
+    """Nodes in chains, in which each waits for the previous one, so that a dependency on a node
+    implies the chain before it.
     """
 
     def __init__(self) -> None:
@@ -218,7 +218,9 @@ class _Chains:
         self._last: list[int] = []
 
     def add(self, row: int, needed: Sequence[int]) -> None:
-        """A node and what it waits for: it prolongs the chain of one of them, or begins its own."""
+        """Adds a node with its dependencies: it extends the chain of one of them, or starts a new
+        one.
+        """
         for other in needed:
             chain, position = self._place[other]
             if self._last[chain] == other:
@@ -229,7 +231,7 @@ class _Chains:
         self._last.append(row)
 
     def latest(self, rows: Sequence[int]) -> list[int]:
-        """The last of these nodes in each chain: they imply the others."""
+        """Returns the last of these nodes in each chain, which imply the others."""
         if len(rows) < 2:
             return list(rows)
         best: dict[int, tuple[int, int]] = {}
@@ -241,7 +243,7 @@ class _Chains:
 
 
 def _iterate_in_order(waits: Sequence[list[int]], location: str) -> Iterator[int]:
-    """All rows, each after those it waits for."""
+    """Yields all rows in topological order."""
     followers: list[list[int]] = [[] for _ in waits]
     missing = [len(needed) for needed in waits]
     for row, needed in enumerate(waits):
@@ -269,7 +271,7 @@ def _iterate_in_order(waits: Sequence[list[int]], location: str) -> Iterator[int
 def select_remaining(
     nodes: Iterator[Node], result: SeparatedSide, progress: Callable[[int], None] | None = None
 ) -> Iterator[Node]:
-    """The nodes that stay, with their new dependencies."""
+    """Yields the remaining nodes with their new dependencies."""
     for row, node in enumerate(nodes):
         if progress and not row % 4096:
             progress(row)
@@ -290,7 +292,9 @@ def select_remaining(
 
 
 def build_side_metadata(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
-    """The metadata, with the side as an attribute; files of a graph are no longer such."""
+    """Returns the metadata with the side as an attribute; a file of a graph is no longer marked as
+    such.
+    """
     out = GlobalMetadata()
     out.CopyFrom(metadata)
     del out.attr[:]
@@ -301,9 +305,9 @@ def build_side_metadata(metadata: GlobalMetadata, side: Side) -> GlobalMetadata:
 
 _RANK = re.compile(
     r"(?:^|\.)(\d{1,7})\.(?:et|jsonl?)(?:\.gz)?$", re.IGNORECASE
-)  # larger numbers are dates or job ids
+)  # larger numbers in a file's name are dates or job ids
 Messages = tuple[GlobalMetadata, Iterator[Node]]
-# What a directory may hold that is replaced.
+# The only files that a replaced directory may contain.
 DIRECTORY_FILES = r"[^/]*\.et(\.gz)?|comm_groups?\.json"
 StatusCallback = Callable[[str], None]
 Form = Literal["et", "json", "jsonl"]
@@ -319,14 +323,14 @@ _ENDINGS = (".et", ".et.gz")
 
 @dataclass
 class ConversionInput:
-    """Something to convert; a context, which closes what is still open behind an error.
+    """Something to convert; a context manager, which closes open files on errors.
 
     Attributes:
-        path: What the user named.
-        strict: Refuse files that are cut.
-        say: Told what is being done.
-        notices: What was found wrong on the way.
-        nodes: How many nodes were written.
+        path: The path that the user gave.
+        strict: Refuse truncated files.
+        say: Called with a status message.
+        notices: What was found wrong so far.
+        nodes: Number of nodes written.
     """
 
     path: Path
@@ -365,7 +369,7 @@ class ConversionInput:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that there are."""
+        """The ranks of the input."""
         return (
             [rank for rank, _ in self._files]
             if self._graph is None
@@ -373,7 +377,7 @@ class ConversionInput:
         )
 
     def graph(self) -> Graph:
-        """All of it as a graph.
+        """Returns all of it as a graph.
 
         Raises:
             InputError: As `traceloom.workload.chakra.graph_read.read_graph`.
@@ -392,7 +396,7 @@ class ConversionInput:
         return graph
 
     def messages(self, rank: int) -> Messages:
-        """The messages of one rank."""
+        """Returns the messages of one rank."""
         if self._graph is not None:
             return convert_to_messages(self._leaving(self._graph), rank)
         path = dict(self._files)[rank]
@@ -416,7 +420,7 @@ class ConversionInput:
         return self._outgoing
 
     def one_side(self, rank: int, side: Side) -> Messages:
-        """The messages of one rank that are left of it with only one side."""
+        """Returns the messages of one rank, reduced to one side."""
         before = list(self.notices)
         metadata, nodes = self.messages(rank)
         location = str(self.path)
@@ -425,12 +429,12 @@ class ConversionInput:
         self.notices = [
             *before,
             *result.notices,
-        ]  # what is wrong with the file is found again by the second pass
+        ]  # the second pass finds errors of the file again
         metadata, nodes = self.messages(rank)
         return build_side_metadata(metadata, side), select_remaining(nodes, result)
 
     def group_file(self) -> bytes | None:
-        """The members of groups, as a file beside the ranks' files has them."""
+        """Returns the content of the group file next to the ranks' files; None if there is none."""
         if self._graph is not None:
             return encode_groups(self._graph) if list_groups(self._graph) else None
         if not self.path.is_dir():
@@ -446,7 +450,7 @@ class ConversionInput:
         Raises:
             UsageError: `several-ranks`.
             OutputError: `file-exists`, `cannot-write`.
-            InputError: As the readers; nothing is left behind.
+            InputError: As the readers raise; no partial file is left.
         """
         if len(self.ranks) != 1:
             raise UsageError(
@@ -472,7 +476,7 @@ class ConversionInput:
         file_format: Form | None = detect_form(path)
         if (
             self._graph is not None and side is None and file_format == "et"
-        ):  # the short way, without an object per node
+        ):  # the fast path, without an object per node
             before = self.nodes
 
             def tell(count: int) -> None:
@@ -491,7 +495,7 @@ class ConversionInput:
 
 
 def detect_form(path: Path) -> Form | None:
-    """The form that a file's name tells; None for another kind of file."""
+    """Returns the form that a file's name implies; None for another kind of file."""
     name = path.name.lower().removesuffix(".gz")
     return next(
         (file_format for ending, file_format in FORMS.items() if name.endswith(ending)), None
@@ -499,10 +503,10 @@ def detect_form(path: Path) -> Form | None:
 
 
 def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonReader:
-    """A reader of Chakra messages: of `.et` where the file is named so, else told by content.
+    """Returns a reader of Chakra messages: for `.et` by name, else by content.
 
     Raises:
-        InputError: As the readers.
+        InputError: As the readers raise.
     """
     path = Path(path)
     file_format = detect_form(path)
@@ -525,14 +529,14 @@ def write_messages(
     file_format: Form | None = None,
     force: bool = False,
 ) -> int:
-    """Write messages in the form that the name tells, whole or not at all; returns the size of the
-    file in bytes.
+    """Write messages atomically in the form that the name implies; returns the size of the file in
+    bytes.
 
     Args:
         path: The file; gzip where the name ends in `.gz`.
         metadata: The first message.
         nodes: The others, in order.
-        file_format: The form, where the name does not say; `.et` otherwise.
+        file_format: The form, if the name does not imply one; default `.et`.
         force: Overwrite an existing file.
 
     Raises:
@@ -544,17 +548,18 @@ def write_messages(
 
 
 def is_chakra(path: Path) -> bool:
-    """Whether it is an `.et` file or a directory of them, by name."""
+    """Returns whether it is an `.et` file or a directory of them, by name."""
     if path.is_dir():
         return any(member.name.lower().endswith(_ENDINGS) for member in path.iterdir())
     return path.name.lower().endswith(_ENDINGS)
 
 
 def find_rank_files(directory: Path) -> list[tuple[int, Path]]:
-    """The files of the ranks in a directory (`PREFIX.RANK.et`, also as JSON or gzip), by rank.
+    """Returns the files of the ranks in a directory (`PREFIX.RANK.et`, also as JSON or gzip), by
+    rank.
 
     Raises:
-        InputError: `no-traces`: there is none; `chakra-mixed`: a rank has several.
+        InputError: `no-traces`: there are none; `chakra-mixed`: a rank has several.
     """
     path_by_rank: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):

@@ -1,9 +1,9 @@
-"""Small workloads with known answers.
+"""Generation of small workloads with known totals: collectives, pipelines, transformers.
 
-Of each layer: attention and MLP, in forward and backward, with the operations of their matrix
-products, and the all-reduces of tensor parallelism behind each; activations between pipeline
-stages; all-reduces of the gradients over data parallel ranks, layer by layer beside the last
-backward; an optimizer step. Embeddings and the head are not in it.
+A transformer step has, for each layer, attention and MLP, forward and backward, with the FLOPs of
+their matrix products and a tensor-parallel all-reduce after each; activations between pipeline
+stages; all-reduces of the gradients over data-parallel ranks, layer by layer during the last
+backward; and an optimizer step. Embeddings and the head are not included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RankProgram:
     """The nodes of one rank in the order in which they are added; ids count from 1.
 
     Args:
-        rank: Which rank.
+        rank: The rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -57,9 +57,7 @@ class RankProgram:
         operations: int | None = None,
         size: int | None = None,
     ) -> int:
-        """GPU work of `us` microseconds, with its floating-point operations and the bytes it moves
-        in memory.
-        """
+        """Adds GPU work of `us` microseconds, with its FLOPs and the bytes it moves in memory."""
         return self._add(
             name, NodeType.COMP_NODE, after, duration_us=us, num_ops=operations, tensor_size=size
         )
@@ -73,8 +71,8 @@ class RankProgram:
         group: str | None = None,
         name: str = "",
     ) -> int:
-        """A collective (`ALL_REDUCE`) of `size` bytes, with the meaning of comm_size; `group` None
-        is all ranks.
+        """Adds a collective (`ALL_REDUCE`) of `size` bytes, defined like comm_size; `group` None
+        means all ranks.
         """
         kind_number = int(CollectiveCommType.Value(kind))
         return self._add(
@@ -89,7 +87,7 @@ class RankProgram:
     def send(
         self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
     ) -> int:
-        """A message to a rank."""
+        """Adds a message to a rank."""
         label = name or f"send to {to}"
         endpoints = {"comm_src": self.rank, "comm_dst": to}
         return self._add(
@@ -99,7 +97,7 @@ class RankProgram:
     def receive(
         self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
     ) -> int:
-        """A message from a rank."""
+        """Adds a message from a rank."""
         label = name or f"receive from {source}"
         endpoints = {"comm_src": source, "comm_dst": self.rank}
         return self._add(
@@ -122,14 +120,14 @@ class RankProgram:
         return number
 
     def sent(self) -> tuple[int, int]:
-        """How many messages the rank sends, and their bytes."""
+        """Returns the number of messages that the rank sends, and their bytes."""
         sizes = [
             node["comm_size"] for node in self._nodes if node["type"] == NodeType.COMM_SEND_NODE
         ]
         return len(sizes), sum(sizes)
 
     def collective_bytes(self) -> dict[str, int]:
-        """Sum of comm_size by kind of collective."""
+        """Returns the sum of comm_size by kind of collective."""
         totals: dict[str, int] = {}
         for node in self._nodes:
             if node["type"] == NodeType.COMM_COLL_NODE:
@@ -138,15 +136,15 @@ class RankProgram:
         return totals
 
     def compute_us(self) -> int:
-        """Computation of the rank, one after the other."""
+        """Returns the total computation time of the rank."""
         return sum(node["duration_us"] for node in self._nodes)
 
     def operations(self) -> int:
-        """Floating-point operations of the rank."""
+        """Returns the FLOPs of the rank."""
         return sum(node.get("num_ops") or 0 for node in self._nodes)
 
     def plain(self) -> SimulatorNodes:
-        """The columns of the rank's file."""
+        """Returns the columns of the rank's file."""
         row = np.repeat(np.arange(len(self._nodes)), [len(awaited) for awaited in self._awaited])
         ids = np.array([number for awaited in self._awaited for number in awaited], dtype=np.int64)
         return SimulatorNodes(
@@ -156,14 +154,14 @@ class RankProgram:
 
 @dataclass(frozen=True)
 class Generated:
-    """A workload with known answers.
+    """A generated workload with known totals.
 
     Attributes:
-        kind: What was generated.
-        options: With which options.
+        kind: The kind of workload.
+        options: The options it was generated with.
         programs: The ranks' programs, from rank 0.
-        groups: Members of the groups that are not all ranks.
-        totals: What is known of it: numbers by name, with units in the names.
+        groups: Members of the groups other than that of all ranks.
+        totals: Known totals by name, with units in the names.
     """
 
     kind: str
@@ -173,7 +171,9 @@ class Generated:
     totals: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `traceloom generate --json` prints, and the files' metadata hold."""
+        """Returns the description that `traceloom generate --json` prints and the files' metadata
+        contain.
+        """
         return {
             "format": SCHEMA,
             "version": VERSION,
@@ -186,21 +186,24 @@ class Generated:
         }
 
 
-KINDS = tuple(sorted(name.lower() for name in CollectiveCommType.keys()))  # noqa: SIM118  (it is no dict)
+KINDS = tuple(sorted(name.lower() for name in CollectiveCommType.keys()))  # noqa: SIM118  (not a dict)
 ALGORITHMS = ("one-node", *collective_algorithms.ALGORITHMS)
-_HOST_RANKS = 8  # of two-level
+_HOST_RANKS = 8  # ranks per host for two-level
 
 
 @dataclass(frozen=True)
 class CollectiveOptions:
-    """What to generate.
+    """Options of `generate_collectives`.
 
     Attributes:
         collective: One of `KINDS`.
-        ranks: How many ranks take part, >= 2.
-        size: Bytes, with the meaning of comm_size: of all_gather one rank's part, else the full buffer of a rank.
-        algorithm: One node per rank, or sends and receives; hosts of two-level have 8 ranks.
-        compute_us: Computation before the collective, and for each reduction of an algorithm; 0 for none.
+        ranks: Number of participating ranks, >= 2.
+        size: Bytes, defined like comm_size: one rank's part for all_gather, else the full buffer of
+            a rank.
+        algorithm: `one-node` per rank, or an algorithm as sends and receives; two-level has 8 ranks
+            per host.
+        compute_us: Computation before the collective, and for each reduction of an algorithm; 0 for
+            none.
     """
 
     collective: str = "all_reduce"
@@ -211,14 +214,14 @@ class CollectiveOptions:
 
 
 def generate_collectives(options: CollectiveOptions) -> Generated:
-    """One collective.
+    """Returns a workload of one collective.
 
-    Known: of algorithms `sent_bytes` per rank and `messages` of all ranks; else `comm_bytes` per rank, its
-    comm_size.
+    Known totals: with an algorithm, `sent_bytes` per rank and `messages` of all ranks; else
+    `comm_bytes` per rank, its comm_size.
 
     Raises:
-        UsageError: slugs `cannot-generate`: the algorithm cannot do the collective, or the size has too few bytes for
-            parts; `no-such-schedule`: not with so many ranks.
+        UsageError: slugs `cannot-generate`: the algorithm does not support the collective, or the
+            size has too few bytes for parts; `no-such-schedule`: not with this number of ranks.
     """
     programs = [RankProgram(rank) for rank in range(options.ranks)]
     one_node = options.algorithm == "one-node"
@@ -259,14 +262,15 @@ def generate_collectives(options: CollectiveOptions) -> Generated:
 
 
 def _write(programs: Sequence[RankProgram], schedule: Schedule, options: CollectiveOptions) -> None:
-    """The messages of a schedule; they begin after each rank's computation, and end in one node.
+    """Adds the messages of a schedule; they start after each rank's computation, and end in one
+    node.
 
-    A message waits for what holds the newest data of its sender, and for the sender's message
-    before it, so that they go in their order; messages of one round do not wait for each other.
+    A message waits for the node with the newest data of its sender and for the sender's previous
+    message, so that they stay in order; messages of one round do not wait for each other.
     """
     newest = [[len(program)] if len(program) else [] for program in programs]
-    before = [list(nodes) for nodes in newest]  # what the next send waits for, too
-    unawaited: list[list[int]] = [[] for _ in programs]  # sends for which nothing waits yet
+    before = [list(nodes) for nodes in newest]  # additional dependencies of the next send
+    unawaited: list[list[int]] = [[] for _ in programs]  # sends that nothing waits for yet
     for tag, part in enumerate(schedule.rounds):
         messages = list(
             zip(
@@ -300,16 +304,16 @@ def _write(programs: Sequence[RankProgram], schedule: Schedule, options: Collect
 
 Step = tuple[Literal["forward", "backward"], int]
 SCHEDULES = ("1f1b", "gpipe")
-_FORWARD_US, _BACKWARD_US = 100, 200  # of a micro-batch on a stage
+_FORWARD_US, _BACKWARD_US = 100, 200  # per micro-batch and stage
 
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What to generate.
+    """Options of `generate_pipeline`.
 
     Attributes:
         ranks: Stages, one per rank, >= 2.
-        micro_batches: How many go through.
+        micro_batches: Number of micro-batches.
         schedule: `1f1b` (one forward, one backward) or `gpipe` (all forward, then all backward).
         size: Bytes of the activations between stages, and of their gradients.
     """
@@ -323,7 +327,7 @@ class PipelineOptions:
 def build_stage_schedule(
     schedule: str, stage: int, stages: int, micro_batches: int
 ) -> Iterator[Step]:
-    """What a stage does, one thing after the other."""
+    """Yields the steps of a stage in order."""
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
     for number in range(ahead):
         yield "forward", number
@@ -335,12 +339,12 @@ def build_stage_schedule(
 
 
 def generate_pipeline(options: PipelineOptions) -> Generated:
-    """A training step of a pipeline; of a micro-batch a stage takes 100 µs forward and 200 µs
-    backward.
+    """Returns a training step of a pipeline; a stage takes 100 µs forward and 200 µs backward per
+    micro-batch.
 
-    Known, for messages that take no time: `step_us` = (micro-batches + stages - 1) x (forward +
+    Known totals, if messages take no time: `step_us` = (micro-batches + stages - 1) x (forward +
     backward), of which (stages - 1) x (forward + backward) are bubble on every stage; and
-    `activations`, the micro-batches that a stage holds at most.
+    `activations`, the max number of micro-batches that a stage holds.
     """
     programs = [RankProgram(rank) for rank in range(options.ranks)]
     activations = []
@@ -389,7 +393,7 @@ _WEIGHTS = {"attention": 4, "mlp": 8}  # x hidden^2
 
 @dataclass(frozen=True)
 class TransformerOptions:
-    """What to generate.
+    """Options of `generate_transformer`.
 
     Attributes:
         data_parallel: Copies of the model.
@@ -416,7 +420,7 @@ class TransformerOptions:
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a rank stands: tensor parallel ranks are neighbours, then data parallel ones, then
+    """The position of a rank: tensor-parallel ranks are adjacent, then data-parallel ones, then
     stages.
     """
 
@@ -431,12 +435,13 @@ class _Position:
 
 
 def generate_transformer(options: TransformerOptions) -> Generated:
-    """One training step.
+    """Returns one training step of a transformer.
 
-    Known: `operations` and `compute_us` of every rank, `collective_bytes` (sum of comm_size by kind), `sent_bytes`.
+    Known totals: `operations` and `compute_us` of every rank, `collective_bytes` (sum of comm_size
+    by kind), `sent_bytes`.
 
     Raises:
-        UsageError: `cannot-generate`: layers or width do not divide.
+        UsageError: `cannot-generate`: layers or width are not divisible.
     """
     if options.layers % options.pipeline_parallel or options.hidden % options.tensor_parallel:
         raise UsageError(
@@ -451,7 +456,7 @@ def generate_transformer(options: TransformerOptions) -> Generated:
         for data in range(options.data_parallel)
         for tensor in range(options.tensor_parallel)
     ]
-    # Groups of one need no communication; a group of all ranks has no name.
+    # Groups of one rank do not communicate; the group of all ranks has no name.
     members_by_key: dict[tuple[str, int, int], list[int]] = {}
     for position in positions:
         members_by_key.setdefault(("tensor", position.data, position.stage), []).append(
@@ -479,16 +484,16 @@ def generate_transformer(options: TransformerOptions) -> Generated:
 
 
 def estimate_memory(options: TransformerOptions) -> int:
-    """What the rank that needs most memory holds at most, without what libraries and fragments
-    take.
+    """Returns the peak bytes of the rank that needs most memory, without libraries and
+    fragmentation.
 
-    Weights and gradients of an element each; 12 bytes per parameter of the optimizer (a copy of the
-    weight and two moments, 4 bytes each); and the activations of the micro-batches that are on
-    their way at once, of each layer 17 times tokens x width elements, shared by the tensor parallel
-    ranks (attention scores are worked out again).
+    Counts one element each for weights and gradients; 12 bytes per parameter for the optimizer (a
+    copy of the weight and two moments, 4 bytes each); and the activations of the micro-batches in
+    flight, 17 times tokens x width elements per layer, shared by the tensor-parallel ranks
+    (attention scores are recomputed).
 
-    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022), equation 2
-    without the term of the scores, with sequence parallelism.
+    Source: Korthikanti et al., "Reducing activation recomputation in large transformer models"
+    (2022), equation 2 without the term of the scores, with sequence parallelism.
     """
     layers = options.layers // options.pipeline_parallel
     weights = sum(_WEIGHTS.values()) * options.hidden**2 * layers // options.tensor_parallel
@@ -502,7 +507,7 @@ def estimate_memory(options: TransformerOptions) -> int:
 
 
 class _RankProgram:
-    """Writes the program of one rank."""
+    """Builds the program of one rank."""
 
     def __init__(
         self,
@@ -523,11 +528,11 @@ class _RankProgram:
         self.tensor_group, self.data_group = names.get(tuple(tensor)), names.get(tuple(data))
         self.activation = _TOKENS * options.hidden * _ELEMENT_BYTES
         self.own_layers = options.layers // options.pipeline_parallel
-        self.last: list[int] = []  # the compute or collective that the next one waits for
+        self.last: list[int] = []  # the compute or collective node that the next one depends on
         self.gradients: list[int] = []
 
     def write(self) -> None:
-        """The whole step."""
+        """Adds the whole step."""
         options, got = self.options, dict[str, list[int]]()
         steps = list(
             build_stage_schedule(
@@ -573,8 +578,8 @@ class _RankProgram:
         layers = range(first, first + self.own_layers)
         for layer in layers if forward else reversed(layers):
             for part in ("attention", "mlp") if forward else ("mlp", "attention"):
-                # Matrix products: 2 operations per weight and token, twice that backward; attention
-                # has its scores.
+                # Matrix products: 2 FLOPs per weight and token, twice that backward; attention adds its
+                # scores.
                 name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
                 weights = _WEIGHTS[part] * options.hidden**2
                 operations = 2 * weights * _TOKENS
@@ -607,7 +612,9 @@ class _RankProgram:
                 self.gradients.append(node)
 
     def us(self, operations: int, size: int) -> int:
-        """Roofline: whichever takes longer, operations or bytes; at least 1 µs."""
+        """Returns the roofline time in µs: the longer of computation and memory traffic, at least
+        1.
+        """
         return max(
             1,
             round(operations / (self.options.tflops * 1e6)),
@@ -615,13 +622,13 @@ class _RankProgram:
         )
 
 
-STAGE = "pre-transformed"  # the workload as it is written down; nothing has compiled or run it
+STAGE = "pre-transformed"  # the workload as specified, neither compiled nor run
 
 
 def write_generated(
     generated: Generated, directory: str | Path, *, force: bool = False
 ) -> list[Path]:
-    """Write `workload.<rank>.et` and the group file; the metadata of every file describe the whole
+    """Write `workload.<rank>.et` and the group file; the metadata of every file describes the whole
     workload.
 
     Raises:

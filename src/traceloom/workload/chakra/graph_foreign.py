@@ -1,10 +1,10 @@
-"""`.et` to Graph, for files of other writers: durations in microseconds and dependencies, mostly
-without start times.
+"""Conversion of other writers' `.et` files to graphs: durations in microseconds and dependencies,
+mostly without start times.
 
-Every edge is `assumed`: the file does not say how it is known. A node starts when all that it
-depends on has ended, and not before the start time that the file gives, if any. What depends on
-nothing hangs on the origin of its rank. A control dependency is an op's place in the call stack:
-the op starts after the start of its caller, not after its end.
+Every edge is `assumed`: the file does not say how it is known. A node starts when all its
+dependencies have ended, and not before its start time in the file, if any. A node without
+dependencies is attached to the origin of its rank. A control dependency is an op's place in the
+call stack: the op starts after the start of its caller, not after its end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _KINDS = {
 _COLLECTIVES = {int(number): name.lower() for name, number in CollectiveCommType.items()} | {
     int(CollectiveCommType.REDUCE_SCATTER_BLOCK): "reduce_scatter"
 }
-_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded as one
+_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded together
 _MAX_DURATION_US = 2**60 // 1000  # 36 years
 
 
@@ -79,7 +79,7 @@ class RankFile:
     Attributes:
         blocks: The nodes.
         rank: The rank of the file.
-        where: The file.
+        where: Its name in messages.
     """
 
     blocks: Iterable[Block]
@@ -88,11 +88,11 @@ class RankFile:
 
 
 def build_graphs(files: Iterable[RankFile]) -> Iterator[Graph]:
-    """The graphs of files, in their order; neighbours that are small become one graph, which costs
-    a tenth.
+    """Yields the graphs of files, in order; adjacent small files become one graph, which costs a
+    tenth.
 
     Raises:
-        InputError: As `graph_of`.
+        InputError: As `build_graph` raises.
     """
     small_files: list[RankFile] = []
     size = 0
@@ -115,8 +115,8 @@ def build_graphs(files: Iterable[RankFile]) -> Iterator[Graph]:
 
 
 def _build_merged_graphs(files: list[RankFile]) -> Iterator[Graph]:
-    """One graph of small files; of each its own where something is wrong with one of them, which
-    says what.
+    """Yields one graph of small files; if one of them is invalid, one graph per file, so that the
+    error names the file.
     """
     if len(files) > 1:
         blocks = [block for file in files for block in file.blocks]
@@ -149,10 +149,11 @@ def _build_merged_graphs(files: list[RankFile]) -> Iterator[Graph]:
 
 
 def build_graph(file: RankFile) -> Graph:
-    """The graph of one file.
+    """Returns the graph of one file.
 
     Raises:
-        InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`: longer than 36 years.
+        InputError: `chakra-damaged`; `chakra-circle`: nodes wait for each other; `chakra-times`:
+            longer than 36 years.
     """
     return replace(_decode_graph(file.blocks, None, [file.rank], file.where), name=file.where)
 
@@ -160,8 +161,8 @@ def build_graph(file: RankFile) -> Graph:
 def _decode_graph(
     blocks: Iterable[Block], counts: Sequence[int] | None, ranks: Sequence[int], location: str
 ) -> Graph:
-    """The graph of files, `counts` nodes each; of all nodes where None."""
-    rank = ranks[0]  # of several files nobody is told anything
+    """Returns the graph of files with `counts` nodes each; of a single file if None."""
+    rank = ranks[0]  # only a single file gets notices
     frames = [pl.DataFrame(schema=_COLUMNS)]
     # Pairs of row and id; `added` are those of the data dependencies that only a target needed.
     pairs: dict[str, list[pl.DataFrame]] = {"call": [], "data": [], "added": []}
@@ -231,7 +232,7 @@ def _decode_graph(
         )
         notices.append(Notice("chakra-control-circle", "warning", message, dropped, rank, location))
         edges = data
-    # What the file says that only a target needed is an edge of kind `simulation`.
+    # Dependencies that only a target needed become edges of kind `simulation`.
     edges = edges.join(simulated, on=["source", "target"], how="left", maintain_order="left")
     only = pl.col("only") & (pl.col("kind") == "data")
     edges = edges.with_columns(
@@ -247,8 +248,8 @@ def _build_edges(
     rank: int,
     location: str,
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Edges between rows of the nodes, and which only a target needed; ids that no node has are
-    counted.
+    """Returns edges between rows of the nodes, and which of them only a target needed; dependencies
+    on missing ids are counted in a notice.
     """
     rows_by_id = ids.with_columns(source=pl.int_range(pl.len(), dtype=pl.Int64))
     dependencies = {
@@ -304,9 +305,10 @@ def _compute_starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
 def _assemble_graph(
     decoded: pl.DataFrame, edges: pl.DataFrame, start: Ints, file: Ints, ranks: Sequence[int]
 ) -> Graph:
-    """The frames.
+    """Builds the frames of the graph.
 
-    Before the first row of each file comes its origin, so that all rows of the k-th move by k + 1.
+    An origin is inserted before the first row of each file, so all rows of the k-th file shift by k
+    + 1.
     """
     rank = pl.Series(np.asarray(ranks)[file])
     on_host = (decoded["is_cpu_op"] == 1).fill_null(value=False)
@@ -345,7 +347,7 @@ def _assemble_graph(
         "rank", window_start_ns="start_ns", clock_offset_ns="start_ns", clock_drift=pl.lit(0.0)
     )
     windows = windows.join(rank_ends, on="rank", how="left", maintain_order="left")
-    # What has no edge of its own waits for the origin, for as long as its file says.
+    # Nodes without edges wait for the origin, until their start in the file.
     has_no_edge = np.ones(len(start), np.bool_)
     has_no_edge[edges["target"].to_numpy()] = False
     edges = edges.with_columns(
@@ -395,7 +397,7 @@ def _assemble_graph(
     )
     communication = rows.cast(
         GRAPH_SCHEMAS["communication"], strict=False
-    )  # a peer that is no rank is unknown
+    )  # a peer that is not a rank is unknown
     return Graph(
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
@@ -414,8 +416,8 @@ def _assemble_graph(
 def _assign_lanes(
     kind: pl.Series, decoded: pl.DataFrame, rank: pl.Series
 ) -> tuple[pl.Series, pl.DataFrame]:
-    """Threads of the host, streams of the device, and one lane each for what the file puts on no
-    stream.
+    """Assigns threads of the host and streams of the device to lanes; device work without a stream
+    gets a lane each.
     """
     host = kind == HOST
     lane_keys = decoded.select(

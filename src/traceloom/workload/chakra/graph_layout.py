@@ -1,10 +1,9 @@
-"""How a graph lies in `.et`: names of attributes, metadata.
+"""The layout of a graph in `.et` files: names of attributes, metadata.
 
-Nodes that take no time and belong to no lane (origin, rendezvous, arrival) are no work, so they are
-not written as
-nodes: a neighbour on the same rank carries them in an attribute. The edges of a node are in its attribute `edges`, four
-numbers each (source, code, delay, residual); `ctrl_deps` and `data_deps` tell other tools as much
-of it as they can.
+Nodes without duration and lane (origin, rendezvous, arrival) are not work, so they are not written
+as nodes: a neighbor on the same rank carries them in an attribute. The edges of a node are in its
+attribute `edges`, four numbers each (source, code, delay, residual); `ctrl_deps` and `data_deps`
+express them for other tools as far as possible.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ COMM_TYPES = {
     "barrier": CollectiveCommType.BARRIER,
 }
 
-# Attribute -> column of `nodes`, whole numbers (`int64_val`).
+# Attribute -> column of `nodes`, integers (`int64_val`).
 NODE_NUMBERS = {
     "start_ns": "start_ns",
     "duration_ns": "duration_ns",
@@ -120,14 +119,13 @@ HOST_OUTPUTS = ("outputs", "output_shapes", "output_types")
 EDGES, EDGES_OUT, CARRIED_NODES = "edges", "edges_out", "carried"
 PER_EDGE = 4  # numbers of an edge in `edges`: source, code, delay, residual
 
-# Which attributes mean a row of a side frame; an attribute without a value stands for a row whose
-# first column is null.
+# Attributes that mark a row of a side frame; without a value, the first column of the row is null.
 COMMUNICATION_MARKER, TRANSFER_MARKER, HOST_OP_MARKER = "comm_kind", "copy_kind", "host_row"
 
 
 def encode_edges(edges: pl.DataFrame) -> pl.Series:
-    """Kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 + from_end * 2 +
-    to_end.
+    """Returns kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 +
+    from_end * 2 + to_end.
     """
     return edges.select(
         pl.col("kind").to_physical().cast(pl.Int64) * 16
@@ -138,7 +136,7 @@ def encode_edges(edges: pl.DataFrame) -> pl.Series:
 
 
 def list_code_names() -> dict[str, list[str]]:
-    """What the numbers in an edge's code stand for, as the metadata says it."""
+    """Returns the meaning of the numbers in an edge's code, as stored in the metadata."""
     return {"edge_kinds": list(EDGE_KINDS), "evidence_kinds": list(EVIDENCE)}
 
 
@@ -162,13 +160,13 @@ _RANK_FRAMES = (
 def build_metadata(
     graph: Graph, rank: int, loose_nodes: pl.DataFrame, loose_edges: pl.DataFrame
 ) -> GlobalMetadata:
-    """The metadata of the file of one rank.
+    """Returns the metadata of the file of one rank.
 
     Args:
         graph: The graph.
         rank: The rank of the file.
-        loose_nodes: Nodes that are not written and that no written neighbour of the rank carries.
-        loose_edges: Edges between nodes that are not written.
+        loose_nodes: Unwritten nodes that no written neighbor of the rank carries.
+        loose_edges: Edges between unwritten nodes.
     """
     numbers = {
         "schema_version": SCHEMA_VERSION,
@@ -208,14 +206,14 @@ def _encode_rows(frame: pl.DataFrame) -> str:
 
 
 def is_ours(metadata: GlobalMetadata) -> bool:
-    """Whether the file is one that a Graph was written to."""
+    """Returns whether the file was written from a Graph."""
     return any(
         attribute.name == "schema" and attribute.string_val == SCHEMA for attribute in metadata.attr
     )
 
 
 class Header:
-    """The metadata of a file that a Graph was written to, decoded.
+    """The decoded metadata of a file that was written from a Graph.
 
     Raises:
         InputError: `other-version`, `chakra-damaged`.

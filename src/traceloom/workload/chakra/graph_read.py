@@ -1,7 +1,7 @@
-"""A Graph back from its own `.et`.
+"""Reading graphs from `.et` files, and writing them.
 
-A Graph that goes out comes back as it was, but for the order of its edges.
-`traceloom.workload.chakra.graph_layout` says what lies where.
+A Graph that is written and read again is unchanged, except for the order of its edges.
+`traceloom.workload.chakra.graph_layout` defines the layout.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HOST_OPS = build_schema("row", GRAPH_SCHEMAS["host_ops"])
 
 @dataclass(frozen=True)
 class GraphPart:
-    """What one file holds, with the ids of the whole graph."""
+    """The content of one file, with the ids of the whole graph."""
 
     header: Header
     nodes: pl.DataFrame
@@ -111,7 +111,7 @@ def read_part(header: Header, blocks: Iterable[Block], location: str) -> GraphPa
 
 
 def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
-    """What a block holds, by the fields of `GraphPart`."""
+    """Returns the content of a block, by the fields of `GraphPart`."""
     nodes = (
         pl.DataFrame({"node": columns.id, "name": columns.names})
         .with_columns(
@@ -201,18 +201,19 @@ def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFra
 def _collect_attributes(
     columns: NodeColumns, numbers: dict[str, str], texts: dict[str, str]
 ) -> list[pl.Series]:
-    """Columns of whole numbers and of texts, each from the attribute that holds it."""
+    """Returns integer and text columns, each from the attribute with its values."""
     return [columns.numbers(name).alias(column) for name, column in numbers.items()] + [
         columns.strings(name).alias(column) for name, column in texts.items()
     ]
 
 
 def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
-    """The graph of all files. Where ranks are missing, rows are numbered anew and what points to
-    them is left out.
+    """Returns the graph of all files. If ranks are missing, rows are renumbered and references to
+    missing rows are dropped.
 
     Raises:
-        InputError: `chakra-mixed`: the files are of several graphs, or one is there twice; `chakra-damaged`.
+        InputError: `chakra-mixed`: the files are of several graphs, or one occurs twice;
+            `chakra-damaged`.
     """
     heads = [part.header for part in parts]
     first = heads[0]
@@ -238,7 +239,7 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
     ids = nodes["node"]
     schema = GRAPH_SCHEMAS["edges"]
     worded = []
-    for part in parts:  # the code of an edge is kind, evidence and ends, as the header's words
+    for part in parts:  # the code of an edge: kind, evidence and ends, numbered as in the header
         code = part.edges["code"]
         frame = part.edges.with_columns(
             kind=pl.Series(part.header.edge_kinds).gather(code // 16),
@@ -246,7 +247,7 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
             from_end=code // 2 % 2 == 1,
             to_end=code % 2 == 1,
         )
-        numbers = ("source", "target")  # they get their type with their new numbers
+        numbers = ("source", "target")  # they are cast when they are renumbered
         worded.append(
             frame.select(schema.names()).cast(
                 {n: kind for n, kind in schema.items() if n not in numbers}
@@ -298,7 +299,7 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
 
 
 def _map_to_rows(values: pl.Series, ids: pl.Series) -> pl.Series:
-    """The row of each value in `ids` (ascending); null where it is not among them."""
+    """Returns the row of each value in `ids` (ascending); null if it is not among them."""
     if ids.null_count():
         raise ValueError(f"a row has no {ids.name}")
     id_array = ids.to_numpy().astype(np.int64)
@@ -335,15 +336,15 @@ _SHIFTED = {
 def convert_to_messages(
     graph: Graph | GraphWriter, rank: int
 ) -> tuple[GlobalMetadata, Iterator[Node]]:
-    """The messages of the file of one rank; the nodes ascend by id, which is their row in the
-    graph.
+    """Returns the messages of the file of one rank; the nodes ascend by id, which is their row in
+    the graph.
 
-    Ids above the number of the graph's nodes are METADATA nodes: host ops that no node stands for.
+    Ids above the number of the graph's nodes are METADATA nodes: host ops without a node.
 
     Args:
-        graph: The graph; as `Outgoing(graph)` where several ranks are asked for, so that what concerns all of them is
-            worked out once.
-        rank: Which rank.
+        graph: The graph; for several ranks a `GraphWriter`, so that shared data are computed only
+            once.
+        rank: The rank.
     """
     outgoing = graph if isinstance(graph, GraphWriter) else GraphWriter(graph)
     windows = (data for _, data in outgoing.windows(rank))
@@ -363,13 +364,13 @@ def write_rank(
     force: bool = False,
     step: Step | None = None,
 ) -> int:
-    """Write one rank as `.et`, or `.et.gz` where the name ends so; returns the size of the file in
+    """Write one rank as `.et` or `.et.gz`, by the path's suffix; returns the size of the file in
     bytes.
 
     Args:
-        graph: The graph; as for `to_messages`.
+        graph: The graph, or a `GraphWriter`.
         path: The file.
-        rank: Which rank; None for the only one.
+        rank: The rank; None for the only one.
         force: Overwrite an existing file.
         step: Called with the number of nodes written so far.
 
@@ -405,8 +406,8 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> 
     """Write all ranks as simulators expect them: `workload.<rank>.et`, and `comm_groups.json` with
     the groups' members.
 
-    The directory appears when all of it is written. An existing directory is replaced with `force`,
-    if it holds nothing but such files.
+    The directory is created atomically. An existing directory is replaced with `force`, if it
+    contains only such files.
 
     Returns:
         The files.
@@ -425,7 +426,7 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> 
 
 
 def list_groups(graph: Graph) -> dict[str, list[int]]:
-    """The members of every group whose members are known, by the group's name."""
+    """Returns the members of every group whose members are known, by the group's name."""
     known_groups = graph.communication.filter(
         pl.col("group").is_not_null() & pl.col("ranks").is_not_null()
     )
@@ -434,7 +435,7 @@ def list_groups(graph: Graph) -> dict[str, list[int]]:
 
 
 def encode_groups(graph: Graph) -> bytes:
-    """The group file: `groups` as JSON."""
+    """Returns the group file: `groups` as JSON."""
     return encode_utf8(json.dumps(list_groups(graph), indent=1, ensure_ascii=False))
 
 
@@ -443,15 +444,16 @@ def convert_from_messages(
     ranks: Sequence[int] | None = None,
     location: str = "",
 ) -> Graph:
-    """The graph of the messages of one file per rank.
+    """Returns the graph of the messages of one file per rank.
 
     Args:
         files_of_ranks: Metadata and nodes of each file.
-        ranks: The rank of each, where the files are of other writers, which do not say it; None for 0, 1, 2, ...
-        location: What the messages are called in errors.
+        ranks: The rank of each, for files of other writers, which do not state it; None for 0, 1,
+            2, ...
+        location: Name of the messages in errors.
 
     Raises:
-        InputError: As for `read_graph`.
+        InputError: As `read_graph` raises.
     """
     numbers = range(len(files_of_ranks)) if ranks is None else ranks
     sources = [
@@ -464,19 +466,19 @@ def convert_from_messages(
 def read_graph(
     paths: Sequence[str | Path], *, ranks: Sequence[int] | None = None, strict: bool = False
 ) -> Graph:
-    """The graph of the `.et` files of one job, one file per rank.
+    """Returns the graph of the `.et` files of one job, one file per rank.
 
-    Files that a Graph was written to give it back. Those of other writers become nodes in
+    Files that were written from a Graph restore it. Those of other writers become nodes in
     nanoseconds with `assumed` edges; their ranks are not joined.
 
     Args:
         paths: The files.
         ranks: The rank of each, for files of other writers; None for 0, 1, 2, ...
-        strict: Refuse files that are cut.
+        strict: Refuse truncated files.
 
     Raises:
-        InputError: As `EtReader`; `chakra-mixed`: files of several graphs; `chakra-circle`: nodes wait for each
-            other; `chakra-times`: times that no clock has; `other-version`.
+        InputError: As `EtReader` raises; `chakra-mixed`: files of several graphs; `chakra-circle`:
+            nodes wait for each other; `chakra-times`: impossible times; `other-version`.
     """
     numbers = range(len(paths)) if ranks is None else ranks
     readers: list[EtReader] = []
@@ -497,7 +499,7 @@ def read_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One file's messages."""
+    """The messages of one file."""
 
     metadata: GlobalMetadata
     blocks: Iterable[Block]
@@ -535,7 +537,7 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
             graph_foreign.RankFile(s.blocks, s.rank, s.where) for s in sources
         )
     )
-    # Most writers state no stage, and convert what was recorded.
+    # Most writers state no stage; they convert recorded traces.
     stated = {
         attr.string_val
         for source in sources
@@ -547,7 +549,7 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
 
 
 def build_blocks(nodes: Iterable[Node]) -> Iterator[Block]:
-    """Blocks of messages that are objects."""
+    """Yields blocks of messages that are given as objects."""
     first = 0
     everything = iter(nodes)
     while window := [node.SerializeToString() for node in islice(everything, WINDOW)]:
@@ -557,8 +559,8 @@ def build_blocks(nodes: Iterable[Node]) -> Iterator[Block]:
 
 
 def concatenate_graphs(graphs: Sequence[Graph], name: str) -> Graph:
-    """One graph with the rows of all; what belongs to the whole (epoch, stage, delays) is taken
-    from the first.
+    """Returns one graph with the rows of all; properties of the whole (epoch, stage, delays) are
+    taken from the first.
 
     Args:
         graphs: At least one; their ranks differ.

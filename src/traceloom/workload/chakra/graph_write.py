@@ -1,5 +1,5 @@
-"""Graph to `.et`: the nodes of a rank as wire bytes, made from columns, some ten thousand nodes at
-a time.
+"""Encoding a graph as `.et`: the nodes of a rank as wire bytes, built from columns in windows of
+`WINDOW` nodes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _COMMUNICATION = [NODE_KINDS.index(name) for name in COMMUNICATION]
 
 @dataclass(frozen=True, slots=True)
 class _NumberLists:
-    """Numbers of many nodes: those of node `key[i]` are together, keys ascending; `width` numbers
-    for each key.
+    """Lists of numbers of many nodes: those of node `key[i]` are contiguous, keys ascending;
+    `width` numbers for each key.
     """
 
     key: Ints
@@ -34,7 +34,7 @@ class _NumberLists:
     width: int = 1
 
     def of(self, nodes: Ints) -> tuple[Ints, Ints]:
-        """How many numbers each of the nodes (ascending) has, and all of them."""
+        """Returns how many numbers each of the nodes (ascending) has, and all of them."""
         first = np.searchsorted(self.key, nodes, "left")
         last = np.searchsorted(self.key, nodes, "right")
         start, end = (int(first[0]), int(last[-1])) if len(nodes) else (0, 0)
@@ -50,7 +50,7 @@ class _NumberLists:
 
 
 class GraphWriter:
-    """A Graph that is being written; what concerns all ranks is worked out once.
+    """A Graph that is being written; data shared by all ranks are computed once.
 
     Args:
         graph: The graph; `graph.check()` holds for it.
@@ -62,8 +62,8 @@ class GraphWriter:
             graph.nodes.select(~pl.col("kind").is_in(layout.CARRIED)).to_series().to_numpy()
         )
         self._control, self._data = find_dependencies(graph, self._written)
-        # Rows of nodes that are not written, by the node that carries them (`rows`: JSON), then
-        # what nobody carries.
+        # Rows of unwritten nodes, by the node that carries them (`rows`: JSON), then those that no
+        # node carries.
         flags = graph.nodes.select("node", "rank", written=pl.Series(self._written))
         edge_ends = graph.edges.select("source", "target")
         neighbours = pl.concat([edge_ends, edge_ends.select(source="target", target="source")])
@@ -90,8 +90,8 @@ class GraphWriter:
         self._loose_edges = graph.edges.join(
             unwritten, left_on="source", right_on="node", how="semi"
         ).join(unwritten, left_on="target", right_on="node", how="semi")
-        # The edges of written nodes by their target; then those of written nodes to others, by
-        # their source.
+        # The edges of written nodes by target; then those from written to unwritten nodes, by
+        # source.
         source, target = (
             graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
         )
@@ -104,8 +104,7 @@ class GraphWriter:
             values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
             lists.append(_NumberLists(key[order], values.ravel(), layout.PER_EDGE))
         self._in, self._out = lists
-        # Host ops with their row and the node that stands for them: the first of each op; null
-        # where there is none.
+        # Host ops with their row and the node that represents them: the first of each op, else null.
         first = (
             graph.nodes.filter(
                 pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED)
@@ -124,7 +123,7 @@ class GraphWriter:
             maintain_order="left",
         )
         self._hosts = hosts.with_columns(node=pl.when("first").then("node")).drop("first")
-        # Of each lane, and last of nodes of no lane.
+        # Per lane, with an extra entry for nodes without a lane.
         self._of_host = np.append((graph.lanes["kind"] == "host").to_numpy(), True)
         lane_columns = {
             name: graph.lanes[name].extend_constant(None, 1) for name in ("device", "stream")
@@ -153,7 +152,7 @@ class GraphWriter:
         )
 
     def metadata(self, rank: int) -> GlobalMetadata:
-        """The first message of the file of a rank."""
+        """Returns the first message of the file of a rank."""
         loose = self._loose_edges.join(
             self.graph.nodes.select("node", "rank"), left_on="target", right_on="node"
         )
@@ -165,7 +164,9 @@ class GraphWriter:
         )
 
     def windows(self, rank: int) -> Iterator[tuple[int, bytes]]:
-        """The nodes of a rank, ascending by id: how many, and their messages with their lengths."""
+        """Yields the nodes of a rank in windows, ascending by id: their number, and their
+        length-prefixed messages.
+        """
         rows = self.graph.nodes.filter(
             pl.Series(self._written) & (self.graph.nodes["rank"] == rank)
         )
@@ -174,8 +175,7 @@ class GraphWriter:
             yield window.height, encode.encode_messages(self._fields(window))
         bare = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
         for start_row in range(0, bare.height, WINDOW):
-            # Host ops that no node stands for: metadata nodes, whose ids come after those of all
-            # other nodes.
+            # Host ops without a node become metadata nodes, with ids after those of all other nodes.
             ops = bare.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
             rows_of_ops = [
                 encode.encode_number_field(
@@ -192,7 +192,7 @@ class GraphWriter:
             yield ops.height, encode.encode_messages(rows_of_ops)
 
     def _fields(self, nodes: pl.DataFrame) -> list[encode.ByteRows]:
-        """All fields of some nodes of one rank."""
+        """Returns all encoded fields of some nodes of one rank."""
         ids = nodes["node"].to_numpy().astype(np.int64)
         kind = nodes["kind"].to_physical().to_numpy()
         transfer = self._joined(nodes.select("node"), ids, "transfers")
@@ -213,8 +213,8 @@ class GraphWriter:
             encode.encode_packed_field(b"\x22", *self._control.of(ids)),
             encode.encode_packed_field(b"\x2a", *self._data.of(ids)),
             encode.encode_number_field(b"\x30", micros),
-            # Whole microseconds of a chain of nodes add up to those of the chain: no rounding
-            # gathers.
+            # The microseconds of a chain of nodes add up to those of the chain, so that no rounding
+            # error accumulates.
             encode.encode_number_field(b"\x38", np.maximum(end, 0) // 1000 - micros),
             *([] if host is None else [_encode_tensors(b"\x42", host, layout.HOST_INPUTS)]),
             *([] if host is None else [_encode_tensors(b"\x4a", host, layout.HOST_OUTPUTS)]),
@@ -251,8 +251,8 @@ class GraphWriter:
         )
 
     def _joined(self, nodes: pl.DataFrame, ids: Ints, name: str) -> pl.DataFrame | None:
-        """The rows of a side frame for these nodes (ascending), null where a node has none; None if
-        none has any.
+        """Returns the rows of a side frame for these nodes (ascending), null where a node has none;
+        None if no node has any.
         """
         node_ids = self._nodes_beside[name]
         if np.searchsorted(node_ids, ids[0]) == np.searchsorted(node_ids, ids[-1], "right"):
@@ -261,10 +261,9 @@ class GraphWriter:
 
     def _node_attributes(self, nodes: pl.DataFrame, types: Ints) -> Iterator[encode.ByteRows]:
         lane = nodes["lane"].fill_null(self.graph.lanes.height).to_numpy()
-        # What other tools call a CPU node: compute of the host. Communication is none, wherever it
-        # ran.
+        # Other tools call only host computation a CPU node, never communication, wherever it ran.
         cpu = self._of_host[lane] & ~np.isin(types, layout.COMMUNICATION_TYPES)
-        # `is_cpu_op` and what kind a node is: few differ, so that each combination is spelled once.
+        # `is_cpu_op` and the kind of a node have few combinations, so each is encoded once.
         key = cpu.astype(np.int64)
         for column in layout.NODE_TEXTS.values():
             codes = nodes[column].to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
@@ -284,7 +283,7 @@ class GraphWriter:
             "work_ns": (nodes["work_ns"] != nodes["duration_ns"]).to_numpy(),
             "residual_ns": (nodes["residual_ns"] != 0).to_numpy(),
         }
-        # All numbers of the nodes at once.
+        # Encode all numbers of the nodes at once.
         missing = {name: nodes[column].null_count() for name, column in layout.NODE_NUMBERS.items()}
         filled = [name for name in layout.NODE_NUMBERS if missing[name] < nodes.height]
         number_columns = {name: pl.col(layout.NODE_NUMBERS[name]).cast(pl.Int64) for name in filled}
@@ -331,7 +330,7 @@ def _encode_numbers(
 
 
 def _encode_communication(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[encode.ByteRows]:
-    """Attributes that simulators and feeders read, then whatever else the graph holds."""
+    """Yields attributes that simulators and feeders read, then the other fields of the graph."""
     has_row = frame["node_there"].is_not_null()
     kind = nodes["kind"].cast(pl.String)
     if not has_row.any() and not kind.is_in(COMMUNICATION).any():
@@ -343,8 +342,7 @@ def _encode_communication(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[
         return_dtype=pl.Int64,
     )
     yield from _encode_numbers("comm_type", comm_type.set((kind != "collective"), None))
-    # Bytes as simulators count them: what this rank puts in; what comes out, of a receive or where
-    # nothing goes in.
+    # Bytes as simulators count them: the rank's input; the output for a receive or without input.
     sizes = frame.select("in_bytes", "out_bytes").with_columns(
         bytes=nodes["bytes"], receives=receives
     )
@@ -401,7 +399,7 @@ def _encode_host_attributes(frame: pl.DataFrame) -> Iterator[encode.ByteRows]:
 def _encode_tensors(
     tag: bytes, frame: pl.DataFrame, columns: tuple[str, str, str]
 ) -> encode.ByteRows:
-    """The IOInfo of host ops: values, shapes and types as JSON text."""
+    """Returns the IOInfo of host ops: values, shapes and types as JSON text."""
     if frame["row"].null_count() == frame.height:
         return encode.build_empty_rows(frame.height)
     parts = [
@@ -412,20 +410,20 @@ def _encode_tensors(
 
 
 def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
-    """Control, then data dependencies between written nodes of the same rank, so that nothing waits
-    in a circle.
+    """Yields control, then data dependencies between written nodes of the same rank, without
+    cycles.
 
-    Chakra knows one relation: a node starts after other nodes have ended. An edge of a Graph says
-    more (from start or end, to start or end), so:
+    Chakra has one relation: a node starts after other nodes have ended. An edge of a Graph is more
+    specific (from start or end, to start or end), so:
     - end to start is a dependency; a `call` edge is a control dependency, everything else a data dependency;
-    - a launch, which holds from the start of the call, is one too: all Chakra tools let the work start after its call;
-    - what holds back the *end* of a node (a synchronisation awaits a kernel): a dependency of that node where the
-      awaited one started before it; otherwise (a blocking copy, which the call itself submits) of
-      what follows it;
-    - other edges from a start (kernels that overlap on one stream) order no ends, and are not said.
+    - a launch, which holds from the start of the call, is one too: all Chakra tools start the work after its call;
+    - an edge to the *end* of a node (a synchronization awaits a kernel) is a dependency of that node if
+      the awaited one started before it; otherwise (a blocking copy, which the call itself submits) of
+      its successors;
+    - other edges from a start (kernels that overlap on one stream) order no ends, and are omitted.
     Every dependency points to a node that starts earlier, or at the same time and before it in the
-    order of the graph's points. A circle is therefore impossible; the few edges against the order
-    of the starts are left out.
+    order of the graph's points. A cycle is therefore impossible; the few edges against the order of
+    the starts are left out.
     """
     source, target = (
         graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
@@ -441,7 +439,7 @@ def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     is_direct = is_local & ~into_end & (after | launch) & forward
     awaited = is_local & into_end & after
     late = awaited & ~before
-    # What follows a node whose end awaits something later awaits it too.
+    # Successors of a node whose end awaits something later await it too.
     awaits = pl.DataFrame({"node": target[late], "awaited": source[late]})
     pairs = awaits.join(
         pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node"

@@ -1,4 +1,4 @@
-"""What is wrong with a set of `.et` files: every rule, in time linear in nodes and dependencies."""
+"""Validation of a set of `.et` files by every rule, in time linear in nodes and dependencies."""
 
 from __future__ import annotations
 
@@ -50,17 +50,19 @@ def validate(
     groups: str | Path | None = None,
     step: Callable[[Path], None] | None = None,
 ) -> ValidationResult:
-    """Everything that is wrong with `.et` files.
+    """Returns all problems of `.et` files.
 
     Args:
-        inputs: `.et` and `.et.gz` files and directories; files `PREFIX.RANK.et` with one prefix are one set.
-        target: For whom the files are: any reader of Chakra files, or ASTRA-sim.
-        groups: The group file; where not given, `comm_groups.json` or `comm_group.json` beside the files.
+        inputs: `.et` and `.et.gz` files and directories; files `PREFIX.RANK.et` with one prefix are
+            one set.
+        target: The reader of the files: any reader of Chakra files, or ASTRA-sim.
+        groups: The group file; default `comm_groups.json` or `comm_group.json` next to the files.
         step: Called with every file before it is read.
 
     Raises:
         UsageError: `no-file`.
-        InputError: A file is no Chakra trace at all: `not-chakra`, `empty-file`, `unreadable`, `not-a-group-file`.
+        InputError: A file is not a Chakra trace at all: `not-chakra`, `empty-file`, `unreadable`,
+            `not-a-group-file`.
     """
     files: list[tuple[str, int | None, int]] = []
     problems: list[Problem] = []
@@ -75,7 +77,7 @@ def validate(
 
 
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
-    """The problems of one set that is already read."""
+    """Returns the problems of one set that is already read."""
     findings = Findings(target, RULES)
     locations = [
         (table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)
@@ -117,7 +119,7 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
         joined = match(workload, parts, findings)
         if not any(
             settled.stuck.any() for _, settled in checked
-        ):  # else every rank hangs already by itself
+        ):  # else every rank already hangs by itself
             check_deadlock(parts, [resolved.data for resolved, _ in checked], joined, findings)
     if target == "astra-sim":
         check_astra_sim(workload, findings)

@@ -1,4 +1,4 @@
-"""The catalogue of rules."""
+"""The catalogue of validation rules, and the collection of problems."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ RULES_PAGE = f"{DOCUMENTATION}/reference/validation-rules/"
 
 @dataclass(frozen=True, slots=True)
 class ValidationRule:
-    """One thing that can be wrong.
+    """One kind of problem.
 
     Attributes:
         name: Stable; a heading of docs/reference/validation-rules.md.
-        what: What is wrong, said of one or more nodes.
+        what: The problem, as a predicate of one or more nodes.
         remedy: What to do.
-        chakra: How bad it is for any reader of Chakra files; None where it is right.
-        astra_sim: How bad it is for ASTRA-sim.
+        chakra: Severity for any reader of Chakra files; None where it is allowed.
+        astra_sim: Severity for ASTRA-sim.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ValidationRule:
     astra_sim: Severity | None = "error"
 
     def severity(self, target: Target) -> Severity | None:
-        """How bad a break of the rule is for a target."""
+        """Returns the severity for a target; None where it is allowed."""
         return self.chakra if target == "chakra" else self.astra_sim
 
 
@@ -52,15 +52,15 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """All that breaks one rule in one file, or between the files of a set.
+    """All violations of one rule in one file, or between the files of a set.
 
     Attributes:
         rule: Name of the rule.
-        severity: For the target that was asked for.
-        path: The file; for a problem between files, the first one it shows in.
+        severity: For the given target.
+        path: The file; for a problem between files, the first one where it shows.
         rank: Its rank.
-        nodes: Ids of all nodes it is about, uint64; empty where it is about the file.
-        count: How often the rule is broken.
+        nodes: Ids of all affected nodes, uint64; empty if it is about the file.
+        count: Number of violations.
         examples: At most five of them, in words.
         remedy: What to do.
     """
@@ -75,7 +75,7 @@ class Problem:
     remedy: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The problem as `traceloom validate --json` prints it."""
+        """Returns the problem as `traceloom validate --json` prints it."""
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -112,10 +112,11 @@ class Findings:
         Args:
             rule: Its name.
             location: File and rank.
-            examples: (node id, sentence), at least one; only the first few are taken, so an iterator may be endless.
+            examples: (node id, sentence), at least one; only the first few are taken, so an
+                iterator may be endless.
             nodes: Ids of all nodes that break it.
-            count: How often it is broken; the number of nodes, at least 1, where not given.
-            severity: Instead of the rule's own.
+            count: Number of violations; default the number of nodes, at least 1.
+            severity: Overrides the rule's own.
         """
         definition = self._rules[rule]
         how_bad = definition.severity(self.target)
@@ -136,12 +137,12 @@ class Findings:
 
 @dataclass(frozen=True, eq=False)
 class ValidationResult:
-    """What validation says of a set of files.
+    """The result of validating a set of files.
 
     Attributes:
-        target: Whom the files are for.
+        target: The reader that the files are meant for.
         files: (path, rank, nodes) of every file.
-        problems: Worst first: errors, then warnings; in each, causes before what follows from them.
+        problems: Errors before warnings; in each, causes before their consequences.
     """
 
     target: Target
@@ -150,16 +151,16 @@ class ValidationResult:
 
     @property
     def errors(self) -> int:
-        """How often a rule is broken that makes the files unfit for the target."""
+        """The number of violations that make the files unfit for the target."""
         return sum(p.count for p in self.problems if p.severity == "error")
 
     @property
     def warnings(self) -> int:
-        """How often something is suspicious."""
+        """The number of suspicious violations."""
         return sum(p.count for p in self.problems if p.severity == "warning")
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict as `traceloom validate --json` prints it."""
+        """Returns the result as `traceloom validate --json` prints it."""
         return {
             "format": "traceloom-validation",
             "version": 1,
@@ -175,8 +176,8 @@ class ValidationResult:
 
 
 def sort_problems(problems: Iterable[Problem], rules: Iterable[str]) -> tuple[Problem, ...]:
-    """Errors before warnings; in each, causes before what follows from them (the order of `rules`),
-    then by count.
+    """Sorts errors before warnings; in each, causes before their consequences (the order of
+    `rules`), then by count.
     """
     order = {rule: index for index, rule in enumerate(rules)}
     return tuple(sorted(problems, key=lambda p: (p.severity != "error", order[p.rule], -p.count)))
