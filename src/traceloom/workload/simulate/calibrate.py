@@ -1,8 +1,6 @@
-"""Latency and bandwidth fitted to recorded collectives.
+"""Fitting latency and bandwidth to recorded collectives.
 
-What is fitted stands in docs/concepts/calibration.md.
-
-What is fitted, and what a recording cannot tell, stands in docs/concepts/calibration.md.
+docs/concepts/calibration.md describes what is fitted, and what a recording cannot show.
 """
 
 from __future__ import annotations
@@ -28,34 +26,37 @@ from traceloom.trace.session import Session
 from traceloom.workload.simulate.machine import Collective, Dimension, Machine, MeasuredTransfer
 
 LATENCY_BOUND = 1 << 16
-"""Bytes: of a single size below this the latency is fitted, of one above it the bandwidth."""
+"""Bytes: if only one size was measured, the latency is fitted below this, the bandwidth above."""
 
 MIN_SIZE_RATIO = 2.0
-"""Sizes within this factor of each other are one: a line through them would tell no latency."""
+"""Sizes within this factor of each other count as one: a line through them would not show a
+latency.
+"""
 
 FIT_TOLERANCE = 0.05
-"""A line covers sizes whose usual time it misses by no more than this part, or by what their
+"""A line covers sizes whose typical time deviates by at most this fraction, or by what their
 scatter explains.
 """
 
 MIN_SIZES = 3
-"""Distinct sizes of a range with a line of its own."""
+"""Min number of distinct sizes for a range with a line of its own."""
 
 _MAX_SIZES = 64
-_FLOOR = 0.02  # of the time: below this a smaller deviation makes no size count more
-_HUBER = 1.5  # deviations beyond which a size counts less
+_FLOOR = 0.02  # of the time: smaller deviations do not increase a size's weight
+_HUBER = 1.5  # deviations beyond which a size's weight decreases
 _ITERATIONS = 20
-_MAX_DEVIATIONS = 5.0  # deviations that one size adds to those of a line at most
-_MAX_MISSED_SHARE = 0.2  # of the sizes: so many a line may miss
+_MAX_DEVIATIONS = 5.0  # max deviation that one size adds to the cost of a line
+_MAX_MISSED_SHARE = 0.2  # max share of the sizes that a line may miss
 
 
 class LinearFit(NamedTuple):
     """Time = alpha_ns + bytes x ns_per_byte.
 
     Attributes:
-        form: `line`; `latency`: bytes make no difference, or are too few; `bandwidth`: one size, or no latency to see.
-        alpha_ns: At no bytes.
-        ns_per_byte: Of each byte on the bus.
+        form: `line`; `latency`: size has no effect, or sizes are too small; `bandwidth`: one size,
+            or no visible latency.
+        alpha_ns: Time for 0 bytes.
+        ns_per_byte: Time per byte on the bus.
     """
 
     form: str
@@ -63,13 +64,13 @@ class LinearFit(NamedTuple):
     ns_per_byte: float
 
     def times(self, size: Floats) -> Floats:
-        """Fitted times of so many bytes, ns; same shape."""
+        """Returns the fitted times of sizes, ns; same shape."""
         return self.alpha_ns + size * self.ns_per_byte
 
 
 class _Sizes(NamedTuple):
-    """Samples by size, ascending; shape (sizes,) each: size, mean of the middle half of times, its
-    relative error.
+    """Samples grouped by size, ascending; shape (sizes,) each: size, mean of the middle half of the
+    times, its relative error.
     """
 
     size: Floats
@@ -80,22 +81,23 @@ class _Sizes(NamedTuple):
 def fit_lines(
     size: Floats, time: Floats, error: Floats | None = None
 ) -> Iterator[tuple[Ints, LinearFit]]:
-    """Fit as many lines as the times need, each to a range of sizes; the ranges follow each other.
+    """Fit as many lines as the times require, each to a range of sizes; the ranges are adjacent.
 
-    Robust: of each size only the middle half of its times counts, and a size far off its line counts less.
+    Robust: only the middle half of the times of each size counts, and a size far off its line has
+    less weight.
 
     Args:
         size: Bytes of each sample, shape (samples,); at least one.
         time: Its time, above 0, ns.
-        error: By which part of it each time may be wrong, where that is known better than the scatter of times tells.
+        error: Relative error of each time, if known better than from the scatter of times.
 
     Yields:
-        The samples of a range, as places in the arguments, and their line.
+        The samples of a range, as indices into the arguments, and their line.
     """
     number = np.unique(size, return_inverse=True)[1]
     if (
         number.size and number.max() >= _MAX_SIZES
-    ):  # of uneven sizes those within a few per cent are one
+    ):  # uneven sizes within a few per cent count as one
         number = np.unique(np.rint(np.log2(np.maximum(size, 1)) * 8), return_inverse=True)[1]
     count = np.bincount(number)
     order = np.lexsort((time, number))
@@ -107,7 +109,7 @@ def fit_lines(
     typical = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
     off = np.abs(time / typical[number] - 1)
     several = count[number] > 1
-    # medians of few deviations are too small, since their centre was fitted to them
+    # the median of few deviations is too small, since their center was fitted to them
     scatter = (
         1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several]))
         if several.any()
@@ -122,7 +124,7 @@ def fit_lines(
 
 
 def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Ranges of sizes that one line each covers."""
+    """Yields ranges of sizes that one line each covers."""
     cost, covered = _compute_cost(sizes, low, high)
     breaks = range(low + MIN_SIZES, high - MIN_SIZES + 1)
     if not covered and breaks:
@@ -131,7 +133,7 @@ def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int
             for break_index in breaks
         ]
         best = int(np.argmin(costs))
-        if costs[best] < cost / 2:  # else no break is better than chance
+        if costs[best] < cost / 2:  # else no split is better than chance
             yield from _split_ranges(sizes, low, breaks[best])
             yield from _split_ranges(sizes, breaks[best], high)
             return
@@ -139,8 +141,8 @@ def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int
 
 
 def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
-    """Squared deviations of some sizes from their line, single ones limited, and whether it covers
-    them.
+    """Returns the squared deviations of sizes from their line, clipped for single sizes, and
+    whether the line covers them.
     """
     part = _Sizes(*(values[low:high] for values in sizes))
     missed = np.abs(part.time / _fit_line(sizes, low, high).times(part.size) - 1)
@@ -151,8 +153,8 @@ def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
 
 
 def _fit_line(sizes: _Sizes, low: int, high: int) -> LinearFit:
-    """The line through some sizes, by least squares of the relative deviations; latency and time
-    per byte are >= 0.
+    """Fits a line by least squares of the relative deviations; latency and time per byte are >=
+    0.
     """
     size, time, deviation = (values[low:high] for values in sizes)
     if size[-1] < MIN_SIZE_RATIO * size[0] or not size[-1]:
@@ -194,19 +196,18 @@ TRANSFERS = build_schema(
     ),
 )
 CLASS = ("collective", "span", "ranks")
-"""What has a fit of its own."""
-_MIN_BANDWIDTH = 1e-6  # 10^9 B/s, of a run of barriers
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # of a ring, times (ranks - 1)
+"""Columns that identify a group of collectives with its own fit."""
+_MIN_BANDWIDTH = 1e-6  # 10^9 B/s, for a run of barriers only
+_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # ring steps per (ranks - 1)
 
 
 def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) -> pl.DataFrame:
-    """`TRANSFERS` of `SAMPLES`, of which there is at least one: the ranges of sizes of each class
-    leave no gap.
+    """Returns `TRANSFERS` for `SAMPLES`, at least one; the size ranges of each class leave no gap.
 
     Args:
-        samples: What residuals are of.
-        through: What the lines go through: one row for each size, as medians are, with a column `error`, by which part
-            of it each may be wrong; None: the samples.
+        samples: The samples that residuals refer to.
+        through: The points to fit: one row per size, such as medians, with a column `error`, the
+            relative error of each; None: the samples.
     """
     rows: list[tuple[object, ...]] = []
     points = samples if through is None else through
@@ -217,7 +218,7 @@ def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) ->
 
 
 def build_measured_transfers(transfers: pl.DataFrame) -> tuple[MeasuredTransfer, ...]:
-    """The fits as a machine has them, rounded to what they are worth."""
+    """Returns the fits as entries of a machine, rounded to their significant digits."""
     fields = [name for name in transfers.columns if name not in ("size_count", "form", "whole")]
     rounded = transfers.select(fields).with_columns(
         pl.col("alpha_ns").round(1),
@@ -234,15 +235,16 @@ def build_network(
     samples: pl.DataFrame,
     device: str | None = None,
 ) -> tuple[tuple[Dimension, ...], list[Notice]]:
-    """The dimensions inside and between hosts, as good as the best of their transfers, and what had
-    to be assumed.
+    """Returns the dimensions inside and between hosts, as fast as the best of their transfers, and
+    notices of assumptions.
 
     Args:
-        ranks: Of the machine.
-        per_host: Of them on each host.
-        transfers: As `fit_transfers` returns them.
-        samples: What they were fitted to.
-        device: Its name, which tells a link where nothing was transferred inside a host.
+        ranks: Ranks of the machine.
+        per_host: Ranks on each host.
+        transfers: From `fit_transfers`.
+        samples: The samples that they were fitted to.
+        device: Name of the device, which determines a link if nothing was transferred inside a
+            host.
     """
     spans = (
         [("inside", per_host), ("between", ranks // per_host)]
@@ -264,7 +266,9 @@ def build_network(
 def _fit_rows(
     key: tuple[object, ...], part: pl.DataFrame, points: pl.DataFrame
 ) -> list[tuple[object, ...]]:
-    """Rows of `TRANSFERS` of one kind, span and group size; their ranges of sizes leave no gap."""
+    """Returns rows of `TRANSFERS` of one kind, span and group size; their size ranges leave no
+    gap.
+    """
     columns = ("size_bytes", "bus_bytes", "transfer_ns")
     size, bus, time = (part[name].cast(pl.Float64).to_numpy() for name in columns)
     at_size, at_bus, at_time = (points[name].cast(pl.Float64).to_numpy() for name in columns)
@@ -302,10 +306,10 @@ def _fit_rows(
 def _estimate_link(
     span: str, transfers: pl.DataFrame, samples: pl.DataFrame, device: str | None
 ) -> tuple[float, float, str]:
-    """Bandwidth (10^9 B/s) and latency (ns) of the links of a span, and what is assumed where
-    nothing tells them.
+    """Returns bandwidth (10^9 B/s) and latency (ns) of the links of a span, and the assumption made
+    if no sample shows them.
 
-    The best bandwidth on the bus of any kind, and the least latency of a step of a ring.
+    Takes the best bus bandwidth of any kind, and the lowest latency of a ring step.
     """
     measured = transfers.filter(pl.col("span") == span)
     steps = pl.col("collective").replace_strict(_STEPS, default=None, return_dtype=pl.Int64) * (
@@ -328,23 +332,25 @@ def _estimate_link(
 
 
 _PAIRS = ("send", "recv", "receive", "send_recv")
-_JITTER = 1.5  # of the lower quartile of its like: what takes longer has waited for a rank that is not recorded
+_JITTER = 1.5  # of the lower quartile of its class: longer ones have waited for an unrecorded rank
 
 
 @dataclass(frozen=True)
 class Calibration(Result):
-    """What runs, or measurements on the machine itself, tell of a machine.
+    """Properties of a machine fitted to runs, or to measurements on the machine itself.
 
     Attributes:
-        machine: With the fitted transfers; its dimensions by hosts, each with the best bandwidth that was reached.
-        transfers: One row per kind, span, group size and range of sizes: collective, span, ranks, from_bytes, to_bytes,
-            size_count (distinct sizes), count (collectives), form (`line`; `latency`: bytes make no
-            difference or are too few; `bandwidth`: one size, or no latency to see), alpha_ns,
-            bandwidth (10^9 B/s on the bus; null for `latency`), residual_p10, residual_p50,
-            residual_p90 ((measured - fitted) / fitted over the collectives), whole (whether all
-            ranks of the groups are recorded; else those that seem to have waited for nobody count).
-        samples: The collectives: run, collective, span, ranks, size_bytes, bus_bytes, transfer_ns (from the last
-            arrival), whole.
+        machine: With the fitted transfers; its dimensions are by host, each with the best bandwidth
+            reached.
+        transfers: One row per kind, span, group size and range of sizes: collective, span, ranks,
+            from_bytes, to_bytes, size_count (distinct sizes), count (collectives), form (`line`;
+            `latency`: size has no effect or sizes are too small; `bandwidth`: one size, or no
+            visible latency), alpha_ns, bandwidth (10^9 B/s on the bus; null for `latency`),
+            residual_p10, residual_p50, residual_p90 ((measured - fitted) / fitted over the
+            collectives), whole (whether all ranks of the groups are recorded; else only collectives
+            without apparent waits count).
+        samples: The collectives: run, collective, span, ranks, size_bytes, bus_bytes, transfer_ns
+            (from the last arrival), whole.
         notices: What was left out or assumed.
     """
 
@@ -358,11 +364,14 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     """Fit the collectives of runs on one machine.
 
     Args:
-        runs: Recorded runs; the more ranks of each the better, since then late arrivals are told from slow transfers.
-        ranks_per_host: Ranks are numbered host by host, so many on each; where None the traces tell their hosts.
+        runs: Recorded runs; more ranks of each are better, to separate late arrivals from slow
+            transfers.
+        ranks_per_host: Ranks per host, numbered host by host; None to take the hosts from the
+            traces.
 
     Raises:
-        InputError: slug `nothing-to-calibrate`: no collective whose kind, size, group and hosts are known.
+        InputError: slug `nothing-to-calibrate`: no collective with known kind, size, group and
+            hosts.
     """
     hosts = [_find_hosts(run, ranks_per_host) for run in runs]
     all_calls = pl.concat(
@@ -400,8 +409,8 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     samples = placed.filter(usable).with_columns(
         bus_bytes=pl.col("size_bytes") * pl.col("bus_factor")
     )
-    # Of groups that are not wholly recorded only what seems to have waited for nobody; nothing
-    # where others are whole.
+    # Partially recorded groups count only without apparent waits, and only if no group of the class
+    # is whole.
     like = [*CLASS, "size_bytes"]
     quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(
         like
@@ -433,11 +442,11 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
 
 
 def _collect_calls(run: Session) -> pl.DataFrame:
-    """One row per collective: collective, members, ranks, size_bytes, bus_factor, transfer_ns,
-    whole.
+    """Returns one row per collective: collective, members, ranks, size_bytes, bus_factor,
+    transfer_ns, whole.
 
     The transfer is the time from the last arrival to the end, the median over the recorded ranks;
-    of a collective of which one rank is recorded it is all the time of that rank.
+    if only one rank is recorded, it is the whole time of that rank.
     """
     parts = [rank_part(trace) for trace in run.traces]
     matched = match_collectives(parts).parts.select(
@@ -469,7 +478,7 @@ def _collect_calls(run: Session) -> pl.DataFrame:
         pl.col("transfer_ns").median().cast(pl.Int64),
         pl.len().alias("recorded"),
     )
-    # a file that does not say its groups may show that all ranks of the job take part
+    # a file without groups may show that all ranks of the job take part
     world = run.world_size or 0
     ranks = pl.coalesce("ranks", pl.when(pl.col("recorded") == world).then(world))
     all_ranks = pl.when(ranks == world).then(
@@ -493,11 +502,11 @@ def _collect_calls(run: Session) -> pl.DataFrame:
 
 
 def _find_hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
-    """The host of each rank: as given, as traces say, else that of its block of as many ranks as a
-    host has devices.
+    """Returns the host of each rank: as given, as in the traces, else that of its block of as many
+    ranks as a host has devices.
 
-    Launchers number ranks host by host; where the recorded ranks are not numbered so, nothing is
-    said of the others.
+    Launchers number ranks host by host; if the recorded ranks are not numbered so, hosts of the
+    others stay unknown.
     """
     recorded = {
         trace.rank: trace.meta.host
@@ -528,7 +537,7 @@ def _find_hosts(run: Session, ranks_per_host: int | None) -> Mapping[int, str]:
 
 
 def _classify_span(members: Sequence[int], hosts: Mapping[int, str]) -> str | None:
-    """`inside` a host, `between` hosts, or None where that is not known."""
+    """Returns `inside` a host, `between` hosts, or None if unknown."""
     different = {hosts[rank] for rank in members if rank in hosts}
     if len(different) > 1:
         return "between"
@@ -541,7 +550,7 @@ def _build_machine(
     transfers: pl.DataFrame,
     samples: pl.DataFrame,
 ) -> tuple[Machine, list[Notice]]:
-    """The machine of the run with most ranks, with what was fitted to all of them."""
+    """Returns the machine of the run with most ranks, with the fits to all runs."""
     number = max(
         range(len(runs)), key=lambda number: runs[number].world_size or len(runs[number].traces)
     )

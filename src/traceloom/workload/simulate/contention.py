@@ -1,10 +1,10 @@
-"""Evaluate a graph in which things contend: transfers for links, and work for lanes that do one
-thing at a time.
+"""Evaluation of a graph with contention: of transfers for links, and of work for lanes that run one
+node at a time.
 
-A point is settled once all that it waits for is. Only what contends must be looked at in the order
-of time: the starts of transfers and of work on such lanes wait in a heap, everything else follows
-from them at once. Of equal times the ends of transfers come first, then starts in the order of
-communications and nodes: nothing depends on any other order.
+A point is settled once all its dependencies are. Only contention must be processed in order of
+time: the starts of transfers and of work on such lanes wait in a heap; everything else follows from
+them at once. At equal times, ends of transfers come first, then starts in the order of
+communications and nodes, so the result does not depend on any other order.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NOT_REACHED = int(np.iinfo(np.int64).min)
 
 @dataclass(eq=False, slots=True)
 class SimulatedTimes:
-    """When everything happens.
+    """The evaluated times of a graph.
 
     Attributes:
         times: Of points 2i (start of node i) and 2i + 1 (its end), ns.
-        waiting_ns: How much longer transfers took because a bundle of links was full, by bundle.
+        waiting_ns: Extra time of transfers due to full links, by bundle.
         contended: Whether anything had to wait for a link or a lane.
     """
 
@@ -41,11 +41,11 @@ class SimulatedTimes:
 
 
 class _ActiveTransfers:
-    """The transfers that are under way, and how fast they are.
+    """The running transfers and their speeds.
 
     Args:
         bundles: The links.
-        of_class: Class of each communication.
+        link_class: Class of each communication.
     """
 
     def __init__(self, bundles: LinkBundles, link_class: list[int]) -> None:
@@ -53,23 +53,20 @@ class _ActiveTransfers:
         self.waiting: Floats = np.zeros(bundles.count)
         self._bundles = bundles
         self._link_class = link_class
-        self._now = 0  # until when the running ones are accounted for
-        # Of each running one: time left at full speed, end, speed, and the bundle that holds it
-        # back.
+        self._now = 0  # time up to which progress is accounted for
+        # Per running transfer: time left at full speed, end, speed, and the bundle that limits it.
         self._remaining_ns: dict[int, float] = {}
         self._end: dict[int, int] = {}
         self._speed: dict[int, float] = {}
         self._bottleneck: dict[int, int] = {}
-        self._demand: Floats = np.zeros(bundles.count)  # what they ask of each bundle
-        self._end_heap: list[
-            tuple[int, int]
-        ] = []  # a heap of their ends, and of ends that they had before
-        self._slowed_count = 0  # how many are slower than alone
+        self._demand: Floats = np.zeros(bundles.count)  # total demand on each bundle
+        self._end_heap: list[tuple[int, int]] = []  # a heap of their ends, including outdated ones
+        self._slowed_count = 0  # number of transfers slowed by contention
 
     def begin(self, operation: int, start_ns: int, uncontended_ns: int) -> None:
-        """A transfer starts that takes so long alone."""
+        """Starts a transfer that takes `uncontended_ns` alone."""
         self.advance(start_ns)
-        # By its clock it may have begun a moment ago.
+        # By the rank's clock it may have started slightly earlier.
         self._remaining_ns[operation] = float(uncontended_ns - (self._now - start_ns))
         self.schedule_end(operation, start_ns + uncontended_ns)
         self._speed[operation] = 1.0
@@ -79,13 +76,13 @@ class _ActiveTransfers:
             self.share()
 
     def get_next_end(self) -> tuple[int, int] | None:
-        """The first end of all, and whose it is; None where nothing is under way."""
+        """Returns the earliest end and its transfer; None if none is running."""
         while self._end_heap and self._end.get(self._end_heap[0][1]) != self._end_heap[0][0]:
-            heapq.heappop(self._end_heap)  # it has come to another end since
+            heapq.heappop(self._end_heap)  # outdated end
         return self._end_heap[0] if self._end_heap else None
 
     def finish(self, operation: int) -> int:
-        """A transfer ends; returns when."""
+        """Ends a transfer and returns the time."""
         end = self._end.pop(operation)
         self.advance(end)
         self._slowed_count -= self._speed.pop(operation) < 1
@@ -112,7 +109,7 @@ class _ActiveTransfers:
         self._now = time_ns
 
     def share(self) -> None:
-        """New speeds, and with them new ends, for those whose speed changes."""
+        """Recomputes speeds, and the ends of transfers whose speed changes."""
         running = np.array(sorted(self._speed), dtype=np.int64)
         row, bundle, requested = self._bundles.uses(
             np.array([self._link_class[operation] for operation in running.tolist()])
@@ -145,17 +142,17 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     bundles: LinkBundles,
     node_lane: Ints,
 ) -> SimulatedTimes:
-    """When everything happens.
+    """Returns the times of all points.
 
     Args:
         graph: The graph; M communications, N nodes.
-        node_work_ns: Of each node, residual included; shape (N,), ns.
-        edge_delay_ns: Of each edge, residual included; shape (edges,), ns.
+        node_work_ns: Work of each node, residual included; shape (N,), ns.
+        edge_delay_ns: Delay of each edge, residual included; shape (edges,), ns.
         operations: The communications.
-        transfer_ns: How long each takes alone, shape (M,).
-        link_class: Class of each in the bundles; -1 where it needs no link; shape (M,).
+        transfer_ns: Duration of each alone, shape (M,).
+        link_class: Class of each in the bundles; -1 if it needs no link; shape (M,).
         bundles: The links.
-        node_lane: Lane of each node that does one thing at a time; -1 for none; shape (N,).
+        node_lane: Lane of each node on a lane that runs one node at a time, else -1; shape (N,).
 
     Raises:
         InvariantError: `broken-cycle`: nodes wait for each other.
@@ -164,7 +161,7 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     source, target = (unwrap_array(end_points) for end_points in get_edge_points(graph))
     is_kept = unwrap_array(edge_delay_ns) >= ABSENT // 2
     is_kept[operations.edge] = False
-    # Two more points for each communication: where its transfer starts, and where it ends.
+    # Two more points for each communication: start and end of its transfer.
     begin_points, end_points = (
         2 * node_count + np.arange(operation_count),
         2 * node_count + operation_count + np.arange(operation_count),
@@ -173,7 +170,7 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     zeros = np.zeros(operation_count, dtype=np.int64)
     edge_sources = np.concatenate([source[is_kept], meeting_points, end_points[operations.of_edge]])
     edge_targets = np.concatenate([target[is_kept], begin_points, target[operations.edge]])
-    # What needs no link may take another time for each of its parts.
+    # Without a link, each part of a communication may take a different time.
     uncontended_ns = np.where(link_class >= 0, transfer_ns, 0)
     edge_delays = np.concatenate(
         [

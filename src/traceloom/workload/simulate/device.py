@@ -1,8 +1,8 @@
-"""The same work on another device: how long each kernel would take there, by which rule, and
-between which limits.
+"""Rescaling work to another device: the duration of each kernel there, by which rule, and the
+interval.
 
-A kernel keeps the share of its roofline that it was measured to reach: its time times the ratio of
-the two rooflines. What each rule assumes stands in docs/concepts/simulation-device.md.
+A kernel keeps its measured fraction of the roofline: its time is multiplied by the ratio of the two
+rooflines. docs/concepts/simulation-device.md describes the assumptions of each rule.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RULES = {
     "communication": "as long as here: the network is the machine's",
     "host": "work of host threads: times the host factor",
 }
-"""What takes how long there, rule by rule."""
+"""Scaling rules, with a description of each."""
 RuleType = pl.Enum(list(RULES))
 ACCOUNT_SCHEMA = build_schema("rule kind count here_ns there_ns low_ns high_ns", {"rule": RuleType})
 _TRACE_COLUMNS = build_schema(
@@ -66,7 +66,7 @@ _MAX_FACTOR = 1e6
 _RECORDED_DEVICE = Peak("the recorded device", {}, 1.0)
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
 
-# What the names of matrix kernels say of their element type; first match wins.
+# Element types by the names of matrix kernels; the first match wins.
 _ELEMENT_TYPES = (
     ("fp8", r"(?i)e4m3|e5m2|fp8|float8|f8f8"),
     ("int8", r"(?i)imma|s8s8|i8816|int8"),
@@ -80,18 +80,18 @@ _ELEMENT_TYPES = (
 
 @dataclass(frozen=True)
 class DeviceChange(Result):
-    """What another device makes of the work of a graph.
+    """The effect of another device on the work of a graph.
 
     Attributes:
-        device: The device there.
+        device: The new device.
         recorded: The devices of the recording.
-        host_factor: Host work takes so many times as long there.
-        before_ns: From the first to the last moment of the graph, as measured.
-        after_ns: The same there, with communication as it was measured.
-        low_ns: The least it can take by the rules' intervals.
-        high_ns: The most.
-        account: Work of all ranks, one row per rule and kind of GPU work: rule (see `RULES`), kind (null on the host),
-            count, here_ns, there_ns, low_ns, high_ns.
+        host_factor: Factor on the durations of host work.
+        before_ns: Duration of the graph as measured.
+        after_ns: Duration on the new device, with communication as measured.
+        low_ns: Min duration by the rules' intervals.
+        high_ns: Max duration by the rules' intervals.
+        account: Work of all ranks, one row per rule and kind of GPU work: rule (see `RULES`), kind
+            (null on the host), count, here_ns, there_ns, low_ns, high_ns.
     """
 
     device: str
@@ -106,10 +106,10 @@ class DeviceChange(Result):
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A graph on another device.
+    """A graph rescaled to another device.
 
     Attributes:
-        graph: As if it had been measured there, with communication as long as it was.
+        graph: As if measured there, with communication unchanged.
         low: The same with all work as short as the rules' intervals allow.
         high: The same with all work as long as they allow.
         account: What was scaled by which rule.
@@ -129,20 +129,21 @@ def rescale(
     host_factor: float = 1.0,
     recorded: PeakSpec = None,
 ) -> Rescaled:
-    """Put the work of a graph on another device. On the recorded device all stays as it was, to the
+    """Rescale the work of a graph to another device. On the recorded device nothing changes, to the
     nanosecond.
 
     Args:
-        graph: Calibrated, of the traces of the session or of one of its steps.
-        session: The traces; None where there are none, as for a saved graph: all kernels go by their kind then.
-        device: A device's name, `bf16=989e12,memory=3.35e12`, or a `Peak`; the recorded one, whatever it is, where
-            None.
-        host_factor: How many times as long host work takes there.
-        recorded: The recorded device, where the traces do not name one whose peaks are known.
+        graph: Calibrated, from the traces of the session or from one of its steps.
+        session: The traces; None if there are none, as for a saved graph: all kernels are then
+            scaled by kind.
+        device: A device's name, `bf16=989e12,memory=3.35e12`, or a `Peak`; None for the recorded
+            one.
+        host_factor: Factor on the durations of host work.
+        recorded: The recorded device, if the traces do not name one with known peaks.
 
     Raises:
-        UsageError: slugs `no-such-device`, `bad-peak`, `bad-host-factor`; `no-recorded-device`: the peaks of the
-            recorded device are not known.
+        UsageError: slugs `no-such-device`, `bad-peak`, `bad-host-factor`; `no-recorded-device`: the
+            peaks of the recorded device are unknown.
     """
     if not 0 < host_factor < _MAX_FACTOR:
         message = f"the host factor {host_factor:g} is not a number above 0"
@@ -195,7 +196,7 @@ def rescale(
 
 
 def _complete(peak: Peak) -> Peak:
-    """The peak, which has a bandwidth: no rule does without."""
+    """Returns the peak after checking that it has a bandwidth, which all rules need."""
     if peak.memory is None:
         raise UsageError(
             f"the peaks of {peak.name} lack the memory bandwidth",
@@ -208,13 +209,13 @@ def _complete(peak: Peak) -> Peak:
 def _read_traces(
     graph: Graph, session: Session | None, target_peak: Peak, recorded: Peak | None
 ) -> tuple[pl.DataFrame, list[Peak]]:
-    """What the traces say of each piece of GPU work (`_KNOWN`; `peak` is a place in the list), and
-    their devices.
+    """Returns the properties of each GPU kernel in the traces (`_TRACE_COLUMNS`; `peak` is an index
+    into the list), and their devices.
     """
     frames = [pl.DataFrame(schema=_TRACE_COLUMNS)]
     devices: list[Peak] = []
     for trace in () if session is None else session.traces:
-        # a trace that is alone need not say its rank: the graph does
+        # a single trace need not state its rank: the graph does
         rank = (
             trace.rank
             if trace.rank is not None or graph.ranks.height != 1
@@ -251,7 +252,7 @@ def _read_traces(
             .select("event", "device")
             .with_columns(classify_kinds(trace)["kind"].cast(pl.String))
         )
-        # each piece of a call's work has its share of the call's roofline
+        # each kernel of a call gets its share of the call's roofline
         share = pl.when(pl.col("gpu_ns") > 0).then(pl.col("ns") / pl.col("gpu_ns"))
         traced = (
             work.join(
@@ -264,7 +265,7 @@ def _read_traces(
                 pl.col("device")
                 .replace_strict(numbers, default=None, return_dtype=pl.Int64)
                 .alias("peak"),
-                # matrix work without a model mostly has the element type of that with one
+                # matrix work without a model usually has the element type of work with one
                 pl.coalesce("arithmetic", pl.lit(typical_arithmetic, pl.String)).alias(
                     "arithmetic"
                 ),
@@ -284,7 +285,7 @@ def _read_traces(
 
 
 def _classify_by_name(work: pl.DataFrame) -> pl.DataFrame:
-    """The kind of work that no trace tells, by its name alone."""
+    """Determines the kind of work by name, for work that no trace describes."""
     names = work.filter(pl.col("kind").is_null())["name"].drop_nulls().unique()
     matcher = KindMatcher.of(load_built_in_kind_rules())
     nothing = np.zeros(names.len(), dtype=np.uint64)
@@ -302,9 +303,7 @@ def _classify_by_name(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl.DataFrame:
-    """Add `rule`, and `ratio`, `low` and `high`: how many times as long each piece takes there, and
-    the interval.
-    """
+    """Adds `rule`, and `ratio`, `low` and `high`: the factor on each duration, and its interval."""
     matrix = pl.col("kind").is_in(MATRIX_KINDS)
     types_by_name = (
         pl.when(pl.col("name").str.contains(pattern)).then(pl.lit(dtype))
@@ -365,8 +364,8 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
     bandwidth, same = pl.col("bandwidth"), pl.lit(1.0)
     lower_bound = pl.min_horizontal(
         roofline, pl.col("roofline_there") / ns
-    )  # nothing beats the roofline there
-    interval_bounds = {  # the ratio, and what else the interval reaches to
+    )  # nothing is faster than the roofline there
+    interval_bounds = {  # the ratio, and the other bounds of the interval
         "roofline": (roofline, pl.max_horizontal(same, lower_bound)),
         "short of roofline": (roofline, 1 / roofline),
         "peak": (pl.col("peaks"), bandwidth, same),
@@ -388,7 +387,7 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
 def _build_account(
     graph: Graph, scaled: pl.DataFrame, host: Bools, works: Sequence[Ints]
 ) -> pl.DataFrame:
-    """The work by rule and kind, as it is measured and in each of the three cases."""
+    """Returns the work by rule and kind, as measured and in each of the three cases."""
     columns = ("here_ns", "there_ns", "low_ns", "high_ns")
     all_works = pl.DataFrame(dict(zip(columns, works, strict=True)))
     duration = graph.nodes.filter(pl.col("kind").is_in(gs.COMMUNICATION))["duration_ns"]

@@ -1,4 +1,4 @@
-"""Durations on a machine put into a graph, and what comes of it."""
+"""Evaluation of a graph with the durations of a machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BETWEEN = (gs.RENDEZVOUS, gs.ARRIVAL)
 
 
 def make_deadlock_error(graph: Graph) -> CheckError:
-    """The error for a graph whose nodes wait for each other."""
+    """Returns the error for a graph whose nodes wait for each other."""
     nodes = graph.nodes.height
     source, target = graph.points()
     start_points = 2 * np.arange(nodes, dtype=np.int64)
@@ -60,7 +60,7 @@ _SERIAL = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
 def build_plan(graph: Graph) -> Plan:
-    """The plan of a graph.
+    """Returns the evaluation plan of the graph.
 
     Raises:
         CheckError: slug `deadlock`: nodes wait for each other.
@@ -72,10 +72,11 @@ def build_plan(graph: Graph) -> Plan:
 
 
 def find_serial_lanes(graph: Graph) -> Ints:
-    """The lane of each node of which a lane does one at a time, -1 for all others; shape (nodes,).
+    """Returns the lane of each node on lanes that run one node at a time, -1 for all others; shape
+    (nodes,).
 
-    Of files that do not say in which order the device does its work: what is ready first goes
-    first.
+    Used for files that do not state in which order the device runs its work: ready nodes run first
+    come, first served.
     """
     device = np.isin(
         get_column_array(graph, graph.nodes["kind"]),
@@ -87,12 +88,12 @@ def find_serial_lanes(graph: Graph) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
-    """How a workload went.
+    """The evaluated run of a workload.
 
     Attributes:
         graph: As if it had been measured so.
         evaluated: The times.
-        transfers: What was asked of the network; None on the recorded machine.
+        transfers: The transfers on the network; None on the recorded machine.
         bundles: Its links.
     """
 
@@ -110,14 +111,15 @@ def evaluate_on_network(
     plan: Plan | None = None,
     serial: bool = False,
 ) -> Evaluation:
-    """Evaluate a graph on a network.
+    """Evaluates a graph on a network.
 
     Args:
         graph: The graph.
         operations: Its communications.
-        transfers: How long they take; as in the graph where None.
-        plan: Of the graph.
-        serial: Whether its lanes of the device do one thing at a time, in an order that the graph does not hold.
+        transfers: Their durations; None for those in the graph.
+        plan: The plan of the graph.
+        serial: Whether the lanes of the device run one node at a time, in an order that is not in
+            the graph.
     """
     plan = plan or build_plan(graph)
     scenario = Scenario.of(graph)
@@ -132,8 +134,8 @@ def evaluate_on_network(
             transfers.replaced[operations.of_part],
             transfers.replaced[operations.of_edge],
         )
-        # What waits for the meeting takes the transfer after it; the root that goes ahead is busy
-        # as long.
+        # Parts that wait for the meeting take the transfer after it; a root that does not wait is
+        # busy as long.
         scenario.work_ns[operations.part[parts]] = time_ns[operations.of_part[parts]]
         scenario.delay_ns[operations.edge[edges]] = time_ns[operations.of_edge[edges]]
         waiting = get_column_array(graph, graph.edges["target"])[operations.edge[edges]]
@@ -174,7 +176,7 @@ def evaluate_on_network(
 
 
 def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
-    """Edges from each work of a lane to the next one, in the order in which they went."""
+    """Returns edges from each node of a lane to the next one, in the order in which they ran."""
     node_rows = np.flatnonzero(lanes >= 0)
     node_rows = node_rows[
         np.lexsort((node_rows, times[2 * node_rows + 1], times[2 * node_rows], lanes[node_rows]))
@@ -194,7 +196,7 @@ def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
 
 
 def _has_overlaps(lanes: Ints, times: Ints) -> bool:
-    """Whether a lane that does one thing at a time does two."""
+    """Returns whether a lane that should run one node at a time has overlapping nodes."""
     node_rows = np.flatnonzero(lanes >= 0)
     start, end, lane = times[2 * node_rows], times[2 * node_rows + 1], lanes[node_rows]
     order = np.lexsort((end, start, lane))
@@ -203,7 +205,9 @@ def _has_overlaps(lanes: Ints, times: Ints) -> bool:
 
 
 def apply_evaluation(graph: Graph, operations: Operations, *, serial: bool) -> Graph:
-    """The graph with the times that follow from its works and delays in the place of measured ones."""
+    """Returns the graph with measured times replaced by those that follow from its works and
+    delays.
+    """
     result = evaluate_on_network(graph, operations, serial=serial).graph
     start, duration = result.nodes["start_ns"], result.nodes["duration_ns"]
     return replace(graph, nodes=graph.nodes.with_columns(start, duration))

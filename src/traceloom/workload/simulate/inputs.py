@@ -1,7 +1,7 @@
-"""What can be simulated, as a graph; foreign files joined; one side alone.
+"""Opening workloads as graphs to simulate, joining files of other writers, and isolating one side.
 
-Such files hold durations and dependencies. Communications of a group are one operation by their
-order in it: the order of the files, where dependencies allow it.
+Files of other writers have durations and dependencies. Their communications are joined by order
+within a group: file order, as far as dependencies allow.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SIDES = ("communication", "compute")
 
 
 def separate_side(graph: Graph, side: str) -> Graph:
-    """The graph in which only one side takes time.
+    """Returns the graph in which only one side takes time.
 
-    Of `communication` that is the transfers, and the work of communication that meets nobody; of
-    `compute` the work of all other nodes and the delays between them. What waits for the other side
-    waits for what that waited for.
+    For `communication` these are the transfers, and the work of unmatched communication; for
+    `compute` the work of all other nodes and the delays between them. Nodes that waited for the
+    other side wait for its dependencies instead.
 
     Args:
         graph: Any graph.
@@ -46,7 +46,7 @@ def separate_side(graph: Graph, side: str) -> Graph:
         pl.col("kind").cast(pl.String).is_in([*gs.COMMUNICATION, gs.RENDEZVOUS, gs.ARRIVAL])
     )
     node_side = graph.nodes.select(communicates).to_series()
-    # Out of a meeting, into an arrival, and everything else between the parts of a communication.
+    # Edges out of a meeting, into an arrival, and all others between parts of a communication.
     edge_side = graph.edges["kind"].cast(pl.String) == "rendezvous"
     stays = (node_side, edge_side) if side == "communication" else (~node_side, ~edge_side)
     nodes, edges = (
@@ -65,17 +65,17 @@ _ALL_RANKS_GROUPS = ("", "0")  # names of the group of all ranks
 
 
 def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None) -> Graph:
-    """The graph with the meetings of its communications; their transfers take what their nodes
-    took.
+    """Returns the graph with its communications joined in meetings; transfers take the durations of
+    their nodes.
 
     Args:
-        graph: Of files of other writers, one rank after the other.
-        groups: Members of each group by name; None where nobody says.
+        graph: From files of other writers, one rank after the other.
+        groups: Members of each group by name; None if unknown.
 
     Raises:
-        InputError: slugs `group-outside-world`: a group has a rank without a file; `collective-mismatch`: ranks do
-            not agree on what they do together.
-        CheckError: slug `deadlock`: a rank waits for what never comes.
+        InputError: slugs `group-outside-world`: a group has a rank without a file;
+            `collective-mismatch`: ranks do not agree on a common operation.
+        CheckError: slug `deadlock`: a rank waits for an operation that never comes.
     """
     communication = graph.communication
     if not communication.height:
@@ -103,12 +103,12 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
         position=pl.Series(position[node_rows]),
     ).with_columns(
         ranks=pl.when("together").then(group_members),
-        # Of a message the two ends and the tag count, not the group.
+        # A message is identified by its two ends and the tag, not by the group.
         source=pl.when(~pl.col("together")).then(pl.when(sends).then("rank").otherwise("peer")),
         target=pl.when(~pl.col("together")).then(pl.when(sends).then("peer").otherwise("rank")),
         of=pl.when("together").then("group"),
     )
-    # The k-th of a rank is the k-th of the others; of messages the k-th send is the k-th receive.
+    # The k-th of a rank matches the k-th of the others; the k-th send matches the k-th receive.
     side, tag = (pl.when(~pl.col("together")).then(name) for name in ("kind", "tag"))
     rows = rows.with_columns(
         nth=pl.col("position")
@@ -134,8 +134,8 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
         graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices)
     )
     meeting = add_rendezvous(graph, ["inferred"] * described.height)
-    # Out of a meeting the part takes as long as its node did; what meets nobody, or waits for
-    # nobody, stays as it is.
+    # After a meeting a part takes the duration of its node; parts without a meeting or a wait are
+    # unchanged.
     out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
     took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
     waiting = meeting.edges.filter(out_of)["target"].unique()
@@ -153,7 +153,7 @@ def _find_members(
     groups: Mapping[str, Sequence[int]] | None,
     world: Sequence[int],
 ) -> tuple[dict[str, list[int]], list[Notice]]:
-    """The members of every group that is named, and what was assumed."""
+    """Returns the members of every named group, and notices of assumptions."""
     issuing = (
         communication.select(pl.col("group").fill_null(""), ranks, "kind")
         .filter(~pl.col("kind").is_in(POINT_TO_POINT).fill_null(value=False))
@@ -184,8 +184,8 @@ def _find_members(
 
 
 def _check_attendance(rows: pl.DataFrame) -> None:
-    """Every member of a group comes to each of its communications, or those that come wait for
-    ever.
+    """Checks that every member of a group takes part in each of its communications; else the others
+    wait forever.
     """
     counts = (
         rows.filter("together")
@@ -220,7 +220,7 @@ def _check_attendance(rows: pl.DataFrame) -> None:
 
 
 def _check_kinds(rows: pl.DataFrame, location: str) -> None:
-    """All ranks do the same in each communication of a group."""
+    """Checks that all ranks agree on the kind of each communication of a group."""
     differ = (
         rows.filter("together")
         .filter(pl.col("kind").n_unique().over("key") > 1)
@@ -245,7 +245,7 @@ def _check_kinds(rows: pl.DataFrame, location: str) -> None:
 
 
 def _check_messages(rows: pl.DataFrame) -> None:
-    """Every receive has its send; a send that nobody receives waits for nobody."""
+    """Checks that every receive has a send; a send that is not received waits for nobody."""
     received = rows.filter((pl.col("kind") == "receive").fill_null(value=False))
     sent = rows.filter((pl.col("kind") == "send").fill_null(value=False))
     unmatched = received.join(sent, on="key", how="anti").sort("rank", "position")
@@ -265,11 +265,12 @@ class SimulationInput:
 
     Attributes:
         graph: Its graph, with the meetings of all ranks.
-        name: What the user gave.
+        name: The path that the user gave.
         measured: Whether its times were measured; else they follow from the durations in its files.
-        serial: Whether a lane of the device does one thing at a time in an order that the graph does not hold.
-        session: The traces, where it was read from traces.
-        only: The side that alone takes time; None where both do.
+        serial: Whether lanes of the device run one node at a time in an order that is not in the
+            graph.
+        session: The traces, if it was read from traces.
+        only: The only side that takes time; None for both.
     """
 
     graph: Graph
@@ -291,20 +292,21 @@ def open_input(
     step: int | None = None,
     cache: bool = True,
 ) -> SimulationInput:
-    """Read what shall be simulated.
+    """Reads a workload for simulation.
 
     Args:
-        workload: Files or directories as `traceloom.load` takes them, a `.graph`, a directory of `.et` files; or what
-            was read of it already; what was opened is given back as it is.
-        groups: The file that says which ranks are in which group, of `.et` files; where None the one beside them.
+        workload: Files or directories as `traceloom.load` accepts them, a `.graph`, a directory of
+            `.et` files, or the object read from one; a `SimulationInput` is returned unchanged.
+        groups: The file with the ranks of each group, for `.et` files; None for the one next to
+            them.
         only: One of `SIDES`: the other side takes no time.
         step: One step of a recorded run.
-        cache: Look into the cache of read traces, and fill it.
+        cache: Use the cache of parsed traces, and fill it.
 
     Raises:
-        UsageError: slugs `no-file`, `wrong-usage`: a step of what has none, groups of what has its own, a side that
-            there is not.
-        InputError: A file is refused; slug `not-a-group-file`: that of the groups.
+        UsageError: slugs `no-file`, `wrong-usage`: a step of a workload without steps, groups for
+            one that has its own, or an unknown side.
+        InputError: A file is rejected; slug `not-a-group-file`: that of the groups.
     """
     if isinstance(workload, SimulationInput):
         return workload

@@ -1,4 +1,4 @@
-"""What a machine consists of: `machine.toml` as objects (docs/reference/machine.md)."""
+"""The parts of a machine: `machine.toml` as objects (docs/reference/machine.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Algorithm = Literal["ring", "direct", "halving-doubling", "double-tree", "tree",
 Span = Literal["inside", "between"]
 MAX_RANKS = 1 << 20
 MAX_LINKS = 1 << 25
-Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second, each direction
+Bandwidth = Annotated[float, Meta(gt=0)]  # 10^9 bytes per second in each direction
 Nanoseconds = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
@@ -52,22 +52,23 @@ _DEFAULT_ALGORITHMS: dict[str, Algorithm] = {
     "reduce": "tree",
     "barrier": "tree",
 }
-_SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops counts more than the bytes
+_SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops matters more than the bytes
 
 
 def make_machine_error(message: str, hint: str = "") -> UsageError:
-    """The error for a machine that cannot be."""
+    """Returns the error for an invalid machine."""
     return UsageError(message, slug="bad-machine", hint=hint)
 
 
 class Wire(NamedTuple):
-    """One link of a list of links, both directions alike.
+    """One link in a list of links, the same in both directions.
 
     Attributes:
-        first: A member of the dimension's group; numbers from `size` on are switches between the members.
-        second: Another.
-        bandwidth: Of the link, 10^9 B/s; the dimension's where None.
-        latency: Of the link, ns; the dimension's where None.
+        first: A member of the dimension's group; numbers from `size` on are switches between the
+            members.
+        second: Another member or switch.
+        bandwidth: Of the link, 10^9 B/s; None for the dimension's.
+        latency: Of the link, ns; None for the dimension's.
     """
 
     first: Node
@@ -78,20 +79,21 @@ class Wire(NamedTuple):
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of the network: how the members of each of its groups are joined.
+    """One dimension of the network, which connects the members of each of its groups.
 
     Attributes:
-        topology: How.
+        topology: The topology of each group.
         size: Members of a group.
         bandwidth: Of one link in each direction, 10^9 B/s.
         latency: Of one link, ns.
-        name: What to call it.
+        name: Display name.
         shape: Of a torus or mesh: members along each axis, the first changes fastest.
         radix: Of a fat tree: members below one leaf switch.
-        oversubscription: Of a fat tree: bandwidth of the members below a leaf / of the leaf towards the spine.
+        oversubscription: Of a fat tree: bandwidth of the members below a leaf / bandwidth of the
+            leaf to the spine.
         links: Of the topology `links`.
-        shared: Whether a member is a whole block of the dimensions before, with one link for all its ranks (a host
-            with one network card); else each rank of the block has its own.
+        shared: Whether a member is a whole block of the previous dimensions, with one link for all
+            its ranks (a host with one network card); else each rank of the block has its own.
     """
 
     topology: Topology
@@ -130,12 +132,14 @@ class Dimension:
 
     @property
     def link_count(self) -> int:
-        """Links of one group, at most."""
+        """The max number of links of one group."""
         per_member = {"fully-connected": self.size, "links": 0, "fat-tree": 4}.get(self.topology, 2)
         return self.size * per_member * max(len(self.shape), 1) + 2 * len(self.links)
 
     def _check_wires(self) -> None:
-        """Refuse a list of links that leaves a member alone, or that names one twice."""
+        """Rejects a list of links that leaves a member unconnected, or that contains a link
+        twice.
+        """
         pairs = set()
         root: dict[int, int] = {}
 
@@ -161,11 +165,11 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Nic:
-    """What a rank can send and receive, whatever links it has.
+    """The limit of what a rank can send and receive, whatever its links.
 
     Attributes:
         bandwidth: Of one rank in each direction, 10^9 B/s.
-        of: `outer`: what leaves the innermost dimension; `all`: everything.
+        of: `outer`: traffic that leaves the innermost dimension; `all`: all traffic.
     """
 
     bandwidth: Bandwidth
@@ -178,12 +182,12 @@ class Nic:
 
 @dataclass(frozen=True)
 class AlgorithmRule:
-    """Which algorithm a collective uses.
+    """The algorithm of a collective.
 
     Attributes:
         collective: The kind.
         use: The algorithm.
-        below: Only for sizes below so many bytes; None: for all.
+        below: Only for sizes below this number of bytes; None for all.
     """
 
     collective: Collective
@@ -205,9 +209,9 @@ class SpeedFactor:
     """Ranks that are faster or slower than the others.
 
     Attributes:
-        ranks: Which.
+        ranks: The ranks.
         device: Speed of their devices: 0.5 takes twice as long.
-        network: The same for their links.
+        network: Speed of their links.
     """
 
     ranks: tuple[Member, ...]
@@ -223,20 +227,20 @@ class SpeedFactor:
 
 @dataclass(frozen=True)
 class MeasuredTransfer:
-    """Time of a collective as it was measured: `alpha_ns + bytes on the bus / bandwidth`.
+    """The fitted time of a measured collective: `alpha_ns + bytes on the bus / bandwidth`.
 
     Attributes:
         collective: The kind.
         span: `inside`: all ranks in one host; `between`: in several.
         ranks: Size of the group.
         from_bytes: Smallest size measured, as in the column `size_bytes` of the collectives.
-        to_bytes: Largest.
-        alpha_ns: What no byte pays for, ns.
-        bandwidth: Bus bandwidth, 10^9 B/s; None where bytes make no difference.
-        residual_p10: (measured - fitted) / fitted: a tenth of the measurements lies below.
-        residual_p50: Half of them.
-        residual_p90: A tenth lies above.
-        count: Measurements.
+        to_bytes: Largest size measured.
+        alpha_ns: Time independent of size, ns.
+        bandwidth: Bus bandwidth, 10^9 B/s; None if size has no effect.
+        residual_p10: 10th percentile of (measured - fitted) / fitted.
+        residual_p50: Median of it.
+        residual_p90: 90th percentile of it.
+        count: Number of measurements.
     """
 
     collective: Collective
@@ -262,18 +266,18 @@ class MeasuredTransfer:
 
     @property
     def group(self) -> tuple[str, str, int]:
-        """Which collectives it is of: kind, span, ranks."""
+        """The key of the collectives it applies to: kind, span, ranks."""
         return self.collective, self.span, self.ranks
 
     def outside(self, size_bytes: int) -> int:
-        """By how many bytes a size lies outside what was measured; 0 inside."""
+        """Returns by how many bytes a size is outside the measured range; 0 inside."""
         return max(self.from_bytes - size_bytes, size_bytes - self.to_bytes, 0)
 
     def time_ns(self, size_bytes: float, ranks: int | None = None) -> float:
-        """How long such a collective takes, of any size.
+        """Returns the time of such a collective of any size.
 
-        A group of another size has the same bandwidth on the bus, and the latency of as many more
-        steps of a ring.
+        A group of another size has the same bus bandwidth; the latency changes in proportion to the
+        ring steps.
         """
         ranks = self.ranks if ranks is None else ranks
         steps = (ranks - 1) / (self.ranks - 1) if self.ranks > 1 else 1.0
@@ -282,11 +286,12 @@ class MeasuredTransfer:
 
 
 class MeasuredTime(NamedTuple):
-    """What was measured says of a collective.
+    """A time derived from measured collectives.
 
     Attributes:
-        time_ns: From the last arrival to the end; None where nothing alike was measured.
-        flags: What lies outside of what was measured: `kind`, `span` (no time then), `group` (its size), `size`.
+        time_ns: From the last arrival to the end; None if nothing comparable was measured.
+        flags: Properties outside the measurements: `kind`, `span` (no time then), `group` (its
+            size), `size`.
     """
 
     time_ns: float | None
@@ -295,23 +300,24 @@ class MeasuredTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine: devices and the network that joins them.
+    """A machine: devices and the network that connects them.
 
-    Ranks have places 0, 1, ... Dimension 0 joins neighbouring places: place = c0 + size0 * (c1 +
+    Ranks have places 0, 1, ... Dimension 0 connects neighboring places: place = c0 + size0 * (c1 +
     size1 * (c2 + ...)).
 
     Attributes:
-        dimensions: Of the network, the innermost first; none of one rank alone.
-        name: What to call it.
-        source: Where the figures are from.
-        nic: Limit of each rank; None: its links alone.
-        order: The rank at each place; empty: place and rank are the same.
-        per_host: Ranks of one host; None: those of dimension 0 where there are several dimensions, else all.
-        algorithms: The first that matches is used.
-        device: What every rank computes with; None where the machine does not say.
+        dimensions: Of the network, the innermost first; empty for a single rank.
+        name: Display name.
+        source: Origin of the figures.
+        nic: Limit of each rank; None if only its links limit it.
+        order: The rank at each place; empty if place and rank are the same.
+        per_host: Ranks per host; None: those of dimension 0 if there are several dimensions, else
+            all.
+        algorithms: The first match is used.
+        device: The device of every rank; None if unknown.
         slow: Ranks that differ.
-        transfers: What was measured.
-        price_per_hour: Of one rank; None where unknown.
+        transfers: Measured collectives.
+        price_per_hour: Per rank; None if unknown.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -373,11 +379,11 @@ class Machine:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return math.prod(dimension.size for dimension in self.dimensions)
 
     def check(self, ranks: int) -> None:
-        """Refuse a workload of another number of ranks.
+        """Rejects a workload with another number of ranks.
 
         Raises:
             UsageError: slug `machine-size`.
@@ -395,14 +401,14 @@ class Machine:
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks of one host."""
+        """The number of ranks per host."""
         return self.per_host or (
             self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks
         )
 
     @cached_property
     def places(self) -> Ints:
-        """The place of each rank, shape (ranks,)."""
+        """Returns the place of each rank, shape (ranks,)."""
         return (
             np.argsort(self.order).astype(np.int64)
             if self.order
@@ -410,16 +416,18 @@ class Machine:
         )
 
     def span(self, members: Sequence[int] | Ints) -> Span:
-        """Whether the ranks are inside one host or between several."""
+        """Returns whether the ranks are inside one host or between several."""
         hosts = self.places[np.asarray(members, dtype=np.int64)] // self.ranks_per_host
         return "inside" if hosts.size == 0 or hosts.min() == hosts.max() else "between"
 
     def device_speeds(self) -> Floats:
-        """Speed factor of each rank's device, shape (ranks,); factors of several entries multiply."""
+        """Returns the speed factor of each rank's device, shape (ranks,); factors of several
+        entries multiply.
+        """
         return self._speeds("device")
 
     def network_speeds(self) -> Floats:
-        """The same of its links."""
+        """Returns the speed factor of each rank's links, likewise."""
         return self._speeds("network")
 
     def _speeds(self, part: Literal["device", "network"]) -> Floats:
@@ -429,12 +437,12 @@ class Machine:
         return speeds
 
     def algorithm(self, collective: str, size_bytes: int, ranks: int) -> Algorithm:
-        """Which algorithm a collective uses: the first entry that matches, else the usual one.
+        """Returns the algorithm of a collective: the first entry that matches, else the default.
 
         Args:
             collective: Its kind.
             size_bytes: Its size, as in the column `size_bytes`.
-            ranks: Of its group.
+            ranks: Size of its group.
 
         Raises:
             UsageError: slug `no-such-schedule`: the algorithm needs a power of two.
@@ -453,10 +461,10 @@ class Machine:
     def transfer(
         self, collective: str, members: Sequence[int] | Ints, size_bytes: int
     ) -> MeasuredTransfer | None:
-        """What was measured of such a collective, or None where nothing was.
+        """Returns the measurement for a collective, or None if there is none.
 
-        Where the size was not measured, the entry of the nearest size that was; the answer lies
-        outside its range then.
+        If its size was not measured, returns the entry with the nearest size, whose range does not
+        contain it.
         """
         group = (collective, self.span(members), len(members))
         return min(
@@ -466,10 +474,10 @@ class Machine:
         )
 
     def transfer_of(self, collective: str, span: Span, ranks: int, size_bytes: int) -> MeasuredTime:
-        """How long such a collective takes by what was measured, and what of it was not.
+        """Returns the time of a collective by measurements, and which of its properties were not
+        measured.
 
-        Where no group of its size was measured, the one nearest in size stands for it; other spans
-        never do.
+        If its group size was not measured, the nearest one is used; another span never is.
         """
         alike = [transfer for transfer in self.transfers if transfer.collective == collective]
         in_span = [transfer for transfer in alike if transfer.span == span]
@@ -487,11 +495,11 @@ class Machine:
         return MeasuredTime(nearest.time_ns(size_bytes, ranks), flags)
 
     def for_ranks(self, ranks: int) -> Machine:
-        """The same machine with so many ranks: more or fewer members of the outermost dimension, or
-        a part of one host.
+        """Returns the same machine with another number of ranks: more or fewer members of the
+        outermost dimension, or a part of one host.
 
         Raises:
-            UsageError: slug `machine-size`: no such number fits.
+            UsageError: slug `machine-size`: no number of members fits.
         """
         if ranks == self.ranks:
             return self

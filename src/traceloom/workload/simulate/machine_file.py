@@ -1,4 +1,4 @@
-"""`machine.toml`: read, changed by `--set`, and written."""
+"""Reading and writing `machine.toml`, with changes by `--set`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class _MachineDocument:
         )
 
 
-# Which tables hold what, so that an unknown key is named with its place.
+# Type of each table, so that the error for an unknown key names its place.
 _TABLES: dict[str, type] = {
     "network": Dimension,
     "nic": Nic,
@@ -138,14 +138,15 @@ def presets() -> tuple[str, ...]:
 
 
 def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
-    """The machine in a `machine.toml`, or a preset by its name.
+    """Returns the machine in a `machine.toml`, or a preset by its name.
 
     Args:
-        path: The file, or the name of a preset. A file of that name counts first.
-        overrides: Of `--set`: `network.0.bandwidth=100`, `network.nvlink.latency=500`, `nic.bandwidth=25`.
+        path: The file, or the name of a preset. A file of that name takes precedence.
+        overrides: Values of `--set`: `network.0.bandwidth=100`, `network.nvlink.latency=500`,
+            `nic.bandwidth=25`.
 
     Raises:
-        InputError: slugs `bad-machine`, `unreadable`: the file is no machine; `other-version`.
+        InputError: slugs `bad-machine`, `unreadable`: the file is not a machine; `other-version`.
         UsageError: slugs `no-such-machine`, `bad-override`.
     """
     if str(path) in presets() and not Path(path).exists():
@@ -175,15 +176,15 @@ def read_machine(path: str | Path, overrides: Sequence[str] = ()) -> Machine:
 
 
 def apply_overrides(machine: Machine, overrides: Iterable[str]) -> Machine:
-    """The machine with the values of `--set`.
+    """Returns the machine with the values of `--set`.
 
     Args:
-        machine: As it was read.
-        overrides: `PATH=VALUE` each, with the names and numbers (from 0) of the file: `network.0.bandwidth=100`.
-            A table of a list goes by its number or its name.
+        machine: The original.
+        overrides: `PATH=VALUE` each, with the keys of the file: `network.0.bandwidth=100`. A table
+            of a list is given by its index (from 0) or its name.
 
     Raises:
-        UsageError: slug `bad-override`: no such place, or the machine cannot be so.
+        UsageError: slug `bad-override`: unknown path, or the machine would be invalid.
     """
     overrides = tuple(overrides)
     if not overrides:
@@ -199,7 +200,7 @@ def apply_overrides(machine: Machine, overrides: Iterable[str]) -> Machine:
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except (tomllib.TOMLDecodeError, RecursionError):
-            value = text.strip()  # a word needs no quotes
+            value = text.strip()  # words need no quotes
         _set(document, path.strip().split("."), value, override)
     try:
         return build_machine(document, f"--set {' '.join(overrides)}")
@@ -214,7 +215,7 @@ def _make_override_error(message: str, hint: str) -> UsageError:
 
 
 def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    """Put one value into its place."""
+    """Sets the value at a path."""
     table: Any = document
     for depth, key in enumerate(keys[:-1]):
         if isinstance(table, list) and all(isinstance(entry, dict) for entry in table):
@@ -242,7 +243,7 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
 
 
 def build_machine(document: dict[str, Any], location: str) -> Machine:
-    """The machine that a document describes.
+    """Returns the machine that a document describes.
 
     Raises:
         InputError: slug `bad-machine`.
@@ -286,7 +287,7 @@ def build_machine(document: dict[str, Any], location: str) -> Machine:
 
 
 def _get_value(document: Any, path: str) -> Any:
-    """The value at a path such as `network[0].size`; None where the path leads nowhere."""
+    """Returns the value at a path such as `network[0].size`; None if there is none."""
     value = document
     for key in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, list) and key.isdecimal():
@@ -297,7 +298,7 @@ def _get_value(document: Any, path: str) -> Any:
 
 
 def _iterate_tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
-    """Each table of a document with its path and what it should hold."""
+    """Yields each table of a document with its path and its type."""
     yield "", document, _MachineDocument
     for key, kind in _TABLES.items():
         value = document.get(key)
@@ -312,7 +313,7 @@ def _iterate_tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, A
 
 
 def build_document(machine: Machine) -> dict[str, Any]:
-    """The machine as the tables of its file; what is as by default is left out."""
+    """Returns the machine as the tables of its file, without default values."""
     device = machine.device
     is_known = device is not None and find(device.name) == device
     ranks = {"order": list(machine.order), "per_host": machine.per_host}
@@ -337,7 +338,7 @@ def build_document(machine: Machine) -> dict[str, Any]:
 
 
 def _build_table(part: Any) -> dict[str, Any]:
-    """The fields of a part that are not as by default."""
+    """Returns the fields of a part that differ from their defaults."""
     values = {
         field.name: getattr(part, field.name)
         for field in fields(part)
@@ -347,12 +348,12 @@ def _build_table(part: Any) -> dict[str, Any]:
 
 
 def machine_text(machine: Machine) -> str:
-    """The machine as the text of a `machine.toml`."""
+    """Returns the machine as the text of a `machine.toml`."""
     document = build_document(machine)
     for table, dimension in zip(document.get("network", ()), machine.dimensions, strict=True):
         if (
             dimension.links
-        ):  # a list of TOML has no gaps: where only the latency is a link's own, both are written
+        ):  # TOML lists have no gaps: if a link only has its own latency, both are written
             table["links"] = [
                 wire._replace(bandwidth=dimension.bandwidth)
                 if wire[2] is None and wire[3] is not None
@@ -370,7 +371,6 @@ def machine_text(machine: Machine) -> str:
 
 
 def _format_toml(value: Any) -> str:
-    """One value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (int, float)):
@@ -378,7 +378,7 @@ def _format_toml(value: Any) -> str:
     if isinstance(value, str):
         return (
             encode_json(value).decode().replace("\x7f", "\\u007f")
-        )  # JSON's texts are TOML's, but for DEL
+        )  # JSON strings are TOML strings, except for DEL
     if isinstance(value, dict):
         return (
             "{ "

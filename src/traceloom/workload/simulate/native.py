@@ -1,4 +1,4 @@
-"""The native engine: read, change, evaluate, answer."""
+"""The native engine: simulates a workload on a machine."""
 
 from __future__ import annotations
 
@@ -52,22 +52,24 @@ def run(
     """Simulate a workload on a machine.
 
     Args:
-        workload: A recorded run, a `.graph`, a directory of `.et` files, or what was read of one.
-        machine: A machine, a `machine.toml` or the name of a preset; the recorded machine where None.
-        overrides: What to change in the machine, as `network.0.bandwidth=100`.
-        device: What every rank computes with, by its name or its peaks; where None that of the machine.
-        host_factor: How many times as long host work takes.
-        recorded_device: What computed in the recording, where the traces do not name a device whose peaks are known.
-        groups: Who is in which group, of `.et` files; where None the file beside them.
+        workload: A recorded run, a `.graph`, a directory of `.et` files, or the object read from
+            one.
+        machine: A machine, a `machine.toml` or the name of a preset; None for the recorded machine.
+        overrides: Changes of the machine, such as `network.0.bandwidth=100`.
+        device: The device of every rank, by name or peaks; None for that of the machine.
+        host_factor: Factor on the durations of host work.
+        recorded_device: The recorded device, if the traces do not name one with known peaks.
+        groups: The file with the ranks of each group, for `.et` files; None for the one next to
+            them.
         only: `communication` or `compute`: the other side takes no time.
         step: One step of a recorded run.
-        cache: Look into the cache of read traces, and fill it.
-        progress: Told in words what is being done.
+        cache: Use the cache of parsed traces, and fill it.
+        progress: Called with a status message.
 
     Raises:
-        UsageError: As `open_input`, `read_machine`, `rescale`; slug `machine-size`: the machine has another number of
-            ranks.
-        InputError: As `open_input`, `read_machine`.
+        UsageError: As `open_input`, `read_machine` and `rescale` raise; slug `machine-size`: the
+            machine has another number of ranks.
+        InputError: As `open_input` and `read_machine` raise.
         CheckError: slug `deadlock`: ranks wait for each other.
 
     Example:
@@ -94,7 +96,7 @@ def run(
     courses = []
     for graph in cases.graphs:
         operations = find_operations(graph)
-        transfers = None  # those that the workload has, if any
+        transfers = None  # keep those of the workload, if any
         if target is not None and source.only != "compute":
             transfers = compute_transfers(
                 target.machine,
@@ -128,8 +130,8 @@ def run(
 
 
 def _compare_with_recording(source: SimulationInput, plan: Plan) -> dict[str, Any]:
-    """What simulating the workload on its own machine gives, and how far that is from what was
-    measured.
+    """Simulates the workload on its own machine, and returns the result and its deviation from the
+    measurement.
     """
     if not source.measured:
         identity_text = (
@@ -160,7 +162,7 @@ def _compare_with_recording(source: SimulationInput, plan: Plan) -> dict[str, An
 
 @dataclass(frozen=True)
 class _Target:
-    """The machine, and the one that its measured transfers are of where its network was changed
+    """The machine, and the one on which its transfers were measured if its network was changed
     since.
     """
 
@@ -170,9 +172,9 @@ class _Target:
 
     @classmethod
     def of(cls, machine: Machine | str | Path, overrides: Sequence[str], graph: Graph) -> _Target:
-        """Read the machine, and see that it fits the workload.
+        """Reads the machine and checks that it fits the workload.
 
-        A preset has as many hosts as the workload needs, the last of them whole.
+        A preset gets as many complete hosts as the workload needs.
         """
         if isinstance(machine, Machine):
             unchanged, name = machine, machine.name or "the machine"
@@ -196,9 +198,9 @@ class DeviceCases:
     """A graph on the devices of a machine.
 
     Attributes:
-        graphs: As expected, and where the rules have an interval with the least and the most.
+        graphs: The expected case; if the rules have an interval, also the min and max cases.
         account: What was scaled by which rule; None on the recorded devices.
-        notices: What must be known of it.
+        notices: Notices about the result.
     """
 
     graphs: tuple[Graph, ...]
@@ -213,17 +215,18 @@ def build_device_cases(
     host_factor: float,
     recorded: str | None,
 ) -> DeviceCases:
-    """The work of the ranks on other devices, and the slow ones of a machine.
+    """Returns the work of the ranks on other devices, including slow ranks of a machine.
 
     Args:
         source: The workload.
-        machine: Whose devices compute where no other is named; the recorded ones where None.
-        device: What computes, by its name or its peaks.
-        host_factor: How many times as long host work takes.
-        recorded: What computed in the recording, where the traces do not say.
+        machine: The machine whose devices are used if no other is given; None for the recorded
+            ones.
+        device: The device, by name or peaks.
+        host_factor: Factor on the durations of host work.
+        recorded: The recorded device, if the traces do not name it.
 
     Raises:
-        UsageError: As `rescale`.
+        UsageError: As `rescale` raises.
     """
     cases = DeviceCases((source.graph,))
     machine_device = machine.device if machine and not source.serial else None

@@ -1,7 +1,7 @@
-"""Links, routes, arrival times (alpha-beta).
+"""Links, routes and arrival times in a network (alpha-beta model).
 
-A message takes α, the latencies of its links, and β, its bytes at the bandwidth of the narrowest of
-them. Messages of one round that share a link share its bandwidth; a link serves the rounds in their
+A message takes α, the latencies of its links, plus β, its bytes at the bandwidth of the narrowest
+of them. Messages of one round that share a link share its bandwidth; a link serves the rounds in
 order.
 """
 
@@ -23,11 +23,11 @@ class Fabric(Protocol):
     """Links between nodes: members 0 to size - 1, then switches.
 
     Attributes:
-        source: Node where each link begins, shape (links,).
-        target: Where it ends.
+        source: Source node of each link, shape (links,).
+        target: Target node.
         bandwidth: 10^9 B/s, which are B/ns.
         latency: ns.
-        exists: Which link numbers are links.
+        exists: Which link numbers are in use.
     """
 
     source: Ints
@@ -37,15 +37,15 @@ class Fabric(Protocol):
     exists: Bools
 
     def ways(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """The links of messages between members that differ.
+        """Returns the links of messages between distinct members.
 
         Returns:
-            How many links each message takes, shape (messages,); the links, message by message.
+            The number of links of each message, shape (messages,); the links, message by message.
         """
 
 
 def build_fabric(dimension: Dimension) -> Fabric:
-    """The fabric of one group of a dimension."""
+    """Returns the fabric of one group of a dimension."""
     if dimension.topology in SHAPED or dimension.topology == "ring":
         return Grid(dimension)
     if dimension.topology == "fully-connected":
@@ -56,8 +56,8 @@ def build_fabric(dimension: Dimension) -> Fabric:
 
 
 class Grid:
-    """A ring, torus or mesh: a ring or line along each axis; a message goes along one axis after
-    the other.
+    """A ring, torus or mesh: a ring or line along each axis; a message takes one axis after the
+    other.
     """
 
     def __init__(self, dimension: Dimension) -> None:
@@ -65,8 +65,8 @@ class Grid:
         self.shape = dimension.shape or (size,)
         self.closed = dimension.topology != "mesh"
         members = np.arange(size)
-        # Link (axis * size + member) * 2 leads from that member upwards along the axis, the one
-        # after it downwards.
+        # Link (axis * size + member) * 2 leads from that member up along the axis, the next link
+        # down.
         links = (len(self.shape), size, 2)
         self.source = np.broadcast_to(members[:, None], links).reshape(-1).astype(np.int64)
         target = np.zeros(links, dtype=np.int64)
@@ -79,7 +79,7 @@ class Grid:
                     members + ((coordinate + step) % length - coordinate) * stride
                 )
                 in_range = (coordinate + step >= 0) & (coordinate + step < length)
-                # Both ways round a ring of two are one link.
+                # In a ring of two, both directions are one link.
                 exists[axis, :, way] = in_range if length == 2 or not self.closed else length > 1
                 if length == 2 and self.closed:
                     exists[axis, :, way] = way == 0
@@ -89,7 +89,7 @@ class Grid:
         self.latency = np.full(self.source.size, dimension.latency)
 
     def ways(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """Along one axis after the other; round a ring the shorter way, at a tie upwards."""
+        """One axis after the other; in a ring the shorter way, upwards if equal."""
         size = self.source.size // (2 * len(self.shape))
         position = source.copy()
         messages, links = [], []
@@ -115,7 +115,7 @@ class Grid:
 
 
 class FullyConnected:
-    """A link from each member to each other."""
+    """A link between each pair of members."""
 
     def __init__(self, dimension: Dimension) -> None:
         size = dimension.size
@@ -126,7 +126,7 @@ class FullyConnected:
         self.latency = np.full(size * size, dimension.latency)
 
     def ways(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """One link."""
+        """A single link per message."""
         return np.ones(source.size, dtype=np.int64), source * self.size + target
 
 
@@ -144,7 +144,7 @@ class Switched:
         leaf = size + members // self.radix
         trunks = np.arange(size, size + leaf_count)
         spine = np.full(leaf_count, size + leaf_count)
-        # Members to leaves, leaves to members, leaves to the spine, the spine to leaves.
+        # Members to leaves, leaves to members, leaves to spine, spine to leaves.
         self.source = np.concatenate([members, leaf, trunks, spine])
         self.target = np.concatenate([leaf, members, spine, trunks])
         self.exists = np.full(self.source.size, size > 1)
@@ -166,7 +166,9 @@ class Switched:
 
 
 class _Wired:
-    """A list of links; a message takes the fewest, at a tie those over the lowest numbers."""
+    """A list of links; a message takes a shortest path, among equals that over the lowest
+    numbers.
+    """
 
     def __init__(self, dimension: Dimension) -> None:
         wires = dimension.links
@@ -179,10 +181,10 @@ class _Wired:
         self.bandwidth = np.repeat([bandwidth for bandwidth, _ in wire_rates], 2).astype(np.float64)
         latency = [dimension.latency if value is None else value for _, value in wire_rates]
         self.latency = np.repeat(latency, 2).astype(np.float64)
-        self._next: dict[int, Ints] = {}  # target -> the link that each node takes towards it
+        self._next: dict[int, Ints] = {}  # target -> the next link from each node towards it
 
     def ways(self, source: Ints, target: Ints) -> tuple[Ints, Ints]:
-        """The fewest links, at a tie over the lowest numbers."""
+        """Shortest paths; among equals that over the lowest numbers."""
         steps = []
         messages = []
         position, message = source.copy(), np.arange(source.size)
@@ -205,12 +207,12 @@ class _Wired:
         ]
 
     def towards(self, node: int) -> Ints:
-        """The link that each node takes towards one node."""
+        """Returns the next link of each node towards one node."""
         distance = np.full(
             int(max(self.source.max(), self.target.max())) + 1, self.source.size, dtype=np.int64
         )
         distance[node] = 0
-        # Distances settle one link further in each pass.
+        # Each pass settles the distances one link further.
         while True:
             nearer = distance.copy()
             np.minimum.at(nearer, self.source, distance[self.target] + 1)
@@ -221,7 +223,9 @@ class _Wired:
         nearer = distance[self.source] == distance[self.target] + 1
         candidates = np.flatnonzero(nearer)
         candidates = candidates[np.argsort(-self.target[candidates], kind="stable")]
-        link[self.source[candidates]] = candidates  # the last one, to the lowest number, stays
+        link[self.source[candidates]] = (
+            candidates  # the last assignment, to the lowest number, remains
+        )
         return link
 
 
@@ -233,7 +237,7 @@ class Routes:
     """The links of messages.
 
     Attributes:
-        counts: How many links each message takes, shape (messages,); 0 from a rank to itself.
+        counts: Number of links of each message, shape (messages,); 0 from a rank to itself.
         links: Their numbers, message by message.
     """
 
@@ -246,7 +250,7 @@ class Routes:
         return np.repeat(np.arange(self.counts.size), self.counts)
 
     def over(self, reduce: np.ufunc, values: Array, empty: float) -> Floats:
-        """One value per message from a value per entry of `links`: their sum, largest or smallest.
+        """Returns one value per message from a value per entry of `links`: their sum, max or min.
 
         Args:
             reduce: `np.add`, `np.maximum`, `np.minimum`.
@@ -264,22 +268,22 @@ class Routes:
 class MachineNetwork:
     """All links of a machine, numbered from 0.
 
-    A message goes through the dimensions one after the other, the innermost first: in dimension 0
-    to the rank that has the target's place there, from it in dimension 1, and so on (as over NVLink
-    to the rank whose network card is on the target's rail). What leaves the innermost dimension
-    also takes the network card of its source and of its target.
+    A message takes the dimensions one after the other, the innermost first: in dimension 0 to the
+    rank with the target's place there, from it in dimension 1, and so on (as over NVLink to the
+    rank whose network card is on the target's rail). Traffic that leaves the innermost dimension
+    also passes the network cards of its source and its target.
 
     Attributes:
         machine: The machine.
         bandwidth: Of each link, B/ns (10^9 B/s), shape (links,).
-        latency: ns.
+        latency: Of each link, ns.
     """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self._fabrics: list[
             tuple[Fabric, int, int]
-        ] = []  # with the first link and the groups of each dimension
+        ] = []  # with the first link and the number of groups of each dimension
         speeds = machine.network_speeds()
         bandwidth, latency = [np.empty(0)], [np.empty(0)]
         first = 0
@@ -299,7 +303,7 @@ class MachineNetwork:
             latency.append(np.tile(fabric.latency, groups))
             first += groups * fabric.source.size
             inner_size *= dimension.size
-        self._cards = first  # of ranks outwards, then of ranks inwards
+        self._cards = first  # first link of the network cards: outgoing, then incoming, per rank
         if machine.nic is not None:
             bandwidth.append(np.tile(machine.nic.bandwidth * speeds, 2))
             latency.append(np.zeros(2 * machine.ranks))
@@ -308,17 +312,17 @@ class MachineNetwork:
 
     @staticmethod
     def _places(inner_size: int, size: int, groups: int) -> Ints:
-        """The place of each member of each group of a dimension, shape (groups, size)."""
+        """Returns the place of each member of each group of a dimension, shape (groups, size)."""
         outer, inner = np.divmod(np.arange(groups), inner_size)
         positions: Ints = inner[:, None] + inner_size * (np.arange(size) + size * outer[:, None])
         return positions
 
     def routes(self, source: Ints, target: Ints) -> Routes:
-        """The links of messages from ranks to ranks.
+        """Returns the links of messages between ranks.
 
         Args:
-            source: Ranks, shape (messages,).
-            target: Ranks.
+            source: Sending ranks, shape (messages,).
+            target: Receiving ranks.
         """
         positions = self.machine.places
         start, end = positions[source], positions[target]
@@ -361,8 +365,8 @@ class MachineNetwork:
 
     @cached_property
     def links(self) -> pl.DataFrame:
-        """link, name, source, target, bandwidth (10^9 B/s), latency (ns); numbers without a link
-        are left out.
+        """Returns a frame of link, name, source, target, bandwidth (10^9 B/s), latency (ns); unused
+        link numbers are left out.
         """
         frames = []
         inner_size = 1
@@ -397,12 +401,12 @@ class MachineNetwork:
         )
 
     def _links_of(self, number: int, dimension: Dimension, inner_size: int) -> pl.DataFrame:
-        """link, source, target of one dimension."""
+        """Returns link, source, target of one dimension."""
         fabric, first, groups = self._fabrics[number]
         name = dimension.name or f"dimension {number}"
         blocks = 1 if dimension.shared else inner_size
         positions = self._places(blocks, dimension.size, groups)
-        if dimension.shared:  # a member is a block of ranks
+        if dimension.shared:  # each member is a block of ranks
             ranks = _find_ranks(
                 self.machine, positions[..., None] * inner_size + np.arange(inner_size)
             )
@@ -434,17 +438,17 @@ class MachineNetwork:
 
 
 def _find_ranks(machine: Machine, positions: Ints) -> Ints:
-    """The ranks at places."""
+    """Returns the ranks at places."""
     return np.asarray(machine.order, dtype=np.int64)[positions] if machine.order else positions
 
 
 class LinkUse:
-    """Adds up over messages; shape (links,) each.
+    """Link usage summed over messages; shape (links,) each.
 
     Attributes:
-        bytes: What the link carried.
-        busy_ns: Time in which it carried something.
-        waiting_ns: How much longer messages took than alone because of this link; summed over messages.
+        bytes: Bytes that the link carried.
+        busy_ns: Time in which it was busy.
+        waiting_ns: Extra time of messages due to contention on this link, summed over messages.
     """
 
     def __init__(self, network: MachineNetwork) -> None:
@@ -454,9 +458,7 @@ class LinkUse:
         self.waiting_ns: Floats = np.zeros(network.bandwidth.size)
 
     def frame(self) -> pl.DataFrame:
-        """link, name, source, target, bytes, busy_ns, waiting_ns of every link that carried
-        something.
-        """
+        """Returns link, name, source, target, bytes, busy_ns, waiting_ns of every used link."""
         links = self._network.links.select("link", "name", "source", "target")
         rows = links["link"].to_numpy()
         counts = {
@@ -479,15 +481,16 @@ def finish_times(
     reduction_ns_per_byte: Floats | float = 0.0,
     use: LinkUse | None = None,
 ) -> Floats:
-    """When each rank has received, reduced and sent all its messages, ns.
+    """Returns when each rank has received, reduced and sent all its messages, ns.
 
     Args:
         schedule: The messages.
-        network: Of the machine.
+        network: Network of the machine.
         members: The rank at each place of the group, shape (places,).
-        ready_ns: When each place is ready, shape (places,).
-        reduction_ns_per_byte: What a place takes to reduce a byte that arrived; one value, or one per place.
-        use: Where the bytes and the busy time of links are added up.
+        ready_ns: Start of each place, shape (places,).
+        reduction_ns_per_byte: Time of a place to reduce a received byte; one value, or one per
+            place.
+        use: Accumulates the bytes and busy time of links.
     """
     members = np.asarray(members, dtype=np.int64)
     now = np.array(ready_ns, dtype=np.float64)
@@ -525,8 +528,8 @@ class _RoundOnLinks:
         self.shared = links.size > 0 and int(np.bincount(links).max()) > 1
 
     def serve(self, start: Floats, free: Floats, use: LinkUse | None) -> Floats:
-        """When the last byte of each message has left its narrowest link; `free` becomes when links
-        are free again.
+        """Returns when the last byte of each message has left its narrowest link; updates `free`,
+        the times at which links are free again.
         """
         links = self.routes.links
         begin_ns = np.maximum(start[self.message], free[links])
@@ -543,7 +546,7 @@ class _RoundOnLinks:
         return sent
 
     def shared_ends(self, begin_ns: Floats) -> Floats:
-        """When each message has left each link, where several share one.
+        """Returns when each message has left each link, if several share one.
 
         Messages that overlap in time on a link share it, so all of them end when the link has
         served the last of them.
@@ -551,7 +554,7 @@ class _RoundOnLinks:
         links = self.routes.links
         earliest = np.full(links.max() + 1, np.inf)
         np.minimum.at(earliest, links, begin_ns)
-        if (begin_ns == earliest[links]).all():  # all at once: no need to sort
+        if (begin_ns == earliest[links]).all():  # all start at once: no need to sort
             return begin_ns + np.bincount(links, self.own_ns)[links]
         order = np.lexsort((begin_ns, links))
         link, begin_ns, work_ns = links[order], begin_ns[order], self.own_ns[order]
@@ -560,8 +563,8 @@ class _RoundOnLinks:
         segment = np.cumsum(first) - 1
         work = np.cumsum(work_ns)
         before = work - work_ns
-        # One after the other: the end of entry i is the latest, over all entries before, of its
-        # begin + the work since.
+        # Served in sequence: the end of entry i is the max over all entries up to it of their start
+        # plus the work since.
         end = _compute_running_max(begin_ns - before, segment) + work
         starts_period = first.copy()
         starts_period[1:] |= begin_ns[1:] >= end[:-1]
@@ -572,7 +575,7 @@ class _RoundOnLinks:
 
 
 def _compute_running_max(values: Floats, segment: Ints) -> Floats:
-    """The largest value so far in each segment; segments are adjacent."""
+    """Returns the running max in each segment; segments are contiguous."""
     result = values.copy()
     step = 1
     while step < result.size:

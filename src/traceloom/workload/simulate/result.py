@@ -1,7 +1,4 @@
-"""`Engine` protocol, `Simulation` and its tables; public face.
-
-Names are loaded when they are first used: what-ifs need no machine, and ASTRA-sim's mode no graph.
-"""
+"""`Simulation`, the result of every engine, with its tables and how they are built."""
 
 from __future__ import annotations
 
@@ -51,46 +48,52 @@ BECAME = build_schema("what kind rank name count time_ns")
 
 @dataclass(frozen=True)
 class Simulation(Result):
-    """When everything of a workload happens on a machine.
+    """The times of a workload on a machine.
 
     Times are ns; those named `start_ns` and `end_ns` count from the beginning of the workload.
-    "Before" is the recorded
-    machine: as measured, or as the durations in the files say where nothing was measured.
+    "Before" is the recorded machine: as measured, or by the durations in the files if nothing was
+    measured.
 
     Attributes:
-        mode: `native`, or `astra-sim`, which gives what that simulator gives.
+        mode: `native`, or `astra-sim`, which reproduces that simulator.
         name: The workload, as the user named it.
         machine: Name of the machine; "" for the recorded one.
-        step: The step that was simulated; None for all that was recorded.
-        measured_ns: How long it took; None where the workload holds no measured times.
-        identity_ns: How long it takes when simulated on the recorded machine with the usual delays of its kinds of
-            edges alone; None where nothing was measured.
-        identity_error: Its difference from the measurement, as a fraction of that: the error of the graph.
+        step: The simulated step; None for the whole recording.
+        measured_ns: Measured duration; None if the workload has no measured times.
+        identity_ns: Duration when simulated on the recorded machine using only the typical delays
+            of each kind of edge; None if nothing was measured.
+        identity_error: Its difference from the measurement, as a fraction of that: the error of the
+            graph.
         before_ns: From the first start to the last end, before; None in the mode `astra-sim`.
         after_ns: The same on the machine.
-        low_ns: With all work of the device as short as the rules for it allow; None on the recorded device.
+        low_ns: With all work of the device as short as its rules allow; None on the recorded
+            device.
         high_ns: As long as they allow.
-        ranks: rank; before_ns, end_ns (of its last node); communication_ns (whatever else runs meanwhile); compute_ns,
-            exposed_communication_ns (while nothing computes), memory_ns (copies and fills beside
-            neither), host_ns (host work beside none of them) and other_ns, which add up to end_ns.
-        nodes: node (row of the graph), rank, name, kind, start_ns, end_ns, before_start_ns, before_end_ns.
-        collectives: instance, kind, group, ranks (how many), bytes (of the whole buffer of a rank), start_ns (first
-            arrival), end_ns, transfer_ns (from the last arrival), waiting_ns (from the first to the
-            last arrival), bandwidth (10^9 B/s on the bus), algorithm (None where a measured
-            transfer was taken), flags, before_ns (transfer before), card_ns (what its bytes take
-            over the network cards at least).
-        links: link, name, source, target (ranks and switches), bytes, busy_ns, waiting_ns (by which transfers that
-            needed it took longer because it was full).
-        load: How much of its bandwidth a link gives from a time on: link, time_ns, share. Of the busiest links.
-        path: What the critical path consists of: what, kind, before_ns, after_ns.
-        became_critical: What is on the critical path now and was not before: what (work or delay), kind, rank, name (of
-            the node that works, or that waited), count, time_ns.
-        notices: What is assumed, and what lies outside of what was measured.
-        identity: The check in words.
-        trusted: Whether the graph explains the measurement well enough; None where nothing was measured.
-        device: What another device makes of the work; None on the recorded one.
-        graph: The workload as if it had been recorded on the machine; None in other modes than `native`.
-        recorded: The workload as it was recorded; None in other modes than `native`.
+        ranks: rank; before_ns, end_ns (of its last node); communication_ns (overlapped or not);
+            compute_ns, exposed_communication_ns (not overlapped by computation), memory_ns (copies
+            and fills outside both), host_ns (host work outside all of them) and other_ns, which add
+            up to end_ns.
+        nodes: node (row of the graph), rank, name, kind, start_ns, end_ns, before_start_ns,
+            before_end_ns.
+        collectives: instance, kind, group, ranks (number), bytes (of the whole buffer of a rank),
+            start_ns (first arrival), end_ns, transfer_ns (from the last arrival), waiting_ns (from
+            the first to the last arrival), bandwidth (10^9 B/s on the bus), algorithm (null if a
+            measured transfer was used), flags, before_ns (transfer before), card_ns (lower bound
+            for its bytes on the network cards).
+        links: link, name, source, target (ranks and switches), bytes, busy_ns, waiting_ns (extra
+            time of transfers because it was full).
+        load: Share of a link's bandwidth in use from a time on: link, time_ns, share. Only for the
+            busiest links.
+        path: Composition of the critical path: what, kind, before_ns, after_ns.
+        became_critical: What is newly on the critical path: what (work or delay), kind, rank, name
+            (of the node that works, or that waited), count, time_ns.
+        notices: Assumptions, and properties outside the measurements.
+        identity: The identity check in words.
+        trusted: Whether the graph explains the measurement well enough; None if nothing was
+            measured.
+        device: The effect of another device; None on the recorded one.
+        graph: The workload as if recorded on the machine; only in the mode `native`.
+        recorded: The workload as recorded; only in the mode `native`.
     """
 
     mode: Mode
@@ -119,7 +122,7 @@ class Simulation(Result):
     recorded: Graph | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As every result, without the graphs."""
+        """Returns the result as JSON values, without the graphs."""
         return {
             key: value
             for key, value in super().to_dict().items()
@@ -127,11 +130,11 @@ class Simulation(Result):
         }
 
     def check(self) -> None:
-        """Raise InvariantError where the answer breaks its own laws.
+        """Raise InvariantError if the result is inconsistent.
 
         Parts of a rank's time are not negative and add up to it exactly; nothing ends before it
-        starts; what the critical path consists of adds up to the whole; no transfer takes less than
-        its bytes take over the network cards.
+        starts; the parts of the critical path add up to the whole; no transfer is faster than its
+        bytes over the network cards.
         """
         parts = self.ranks.select(_PARTS)
         if self.ranks.height:
@@ -151,7 +154,7 @@ class Simulation(Result):
             )
 
 
-# A moment in which several things go on counts for the first of them.
+# Overlapping activities count as the first of these.
 _KINDS = {
     "compute_ns": (gs.KERNEL,),
     "exposed_communication_ns": gs.COMMUNICATION,
@@ -161,10 +164,10 @@ _KINDS = {
 
 
 def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
-    """The time of each rank from the beginning to the end of its last node, by what goes on.
+    """Returns the time of each rank from the beginning to the end of its last node, by activity.
 
     Args:
-        graph: With the times in question.
+        graph: The evaluated graph.
         begin_ns: The beginning.
 
     Returns:
@@ -175,15 +178,14 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
         pl.col("kind").to_physical(),
         low=(pl.col("start_ns") - begin_ns).clip(
             lower_bound=0
-        ),  # by its clock, work may precede its launch
+        ),  # by clock error, work may precede its launch
         high=(pl.col("start_ns") + pl.col("duration_ns") - begin_ns).clip(lower_bound=0),
     ).drop_nulls("rank")
     ranks, number = np.unique(spans["rank"].to_numpy(), return_inverse=True)
     kind, low, high = (spans[name].to_numpy() for name in ("kind", "low", "high"))
     end = np.zeros(ranks.size, dtype=np.int64)
     np.maximum.at(end, number, high)
-    # The ranks one after the other on one line of time, so that one set of spans is that of all of
-    # them.
+    # Place the ranks one after the other on one time line, so that one set of spans covers all.
     rank_offset = int(end.max(initial=0)) + 1
     low, high = low + number * rank_offset, high + number * rank_offset
 
@@ -206,7 +208,7 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     return pl.DataFrame(account).pipe(cast_to_schema, columns)
 
 
-_MAX_LOADS = 32  # links whose load over time is kept
+_MAX_LOADS = 32  # number of links whose load over time is kept
 _HIDDEN_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
 
 
@@ -218,18 +220,18 @@ def assemble_simulation(
     interval: Sequence[Evaluation] = (),
     **known_fields: Any,
 ) -> Simulation:
-    """Put together what came of a simulation.
+    """Builds the result of a simulation.
 
     Args:
-        name: Of the workload.
+        name: Name of the workload.
         before: On the recorded machine.
         after: On the machine.
         operations: The communications of the workload.
-        interval: With all that is uncertain as short, and as long, as it can be.
-        known_fields: Fields of `Simulation` that are known already.
+        interval: With all uncertain durations as short, and as long, as possible.
+        known_fields: Other fields of `Simulation`.
 
     Raises:
-        InvariantError: The answer breaks its own laws; see `Simulation.check`.
+        InvariantError: The result is inconsistent; see `Simulation.check`.
     """
     times_before, times = get_point_times(before.graph), get_point_times(after.graph)
     begin_ns = int(times_before.min()) if times.size else 0
@@ -270,7 +272,7 @@ def assemble_simulation(
 
 
 def _compare_paths(before: Graph, after: Graph, begin_ns: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """What both critical paths consist of, and what is on the second alone."""
+    """Returns the composition of both critical paths, and what is newly on the second."""
     if not after.nodes.height:
         return PATH.to_frame(), BECAME.to_frame()
     first, second = find_critical_path(before), find_critical_path(after)
@@ -292,7 +294,7 @@ def _compare_paths(before: Graph, after: Graph, begin_ns: int) -> tuple[pl.DataF
 def _find_new_critical(after: Graph, first: Path, second: Path) -> pl.DataFrame:
     """See `Simulation.became_critical`."""
     node_facts = after.nodes.select(pl.col("kind").cast(pl.String), "rank", "name")
-    # Edges between works that a lane did in turn are only there where it had to.
+    # Edges between consecutive works of a lane exist only where they were needed to serialize it.
     edge_count = max(after.edges.height, int(first.edges.max(initial=-1)) + 1)
     old_nodes, old_edges = np.zeros(after.nodes.height, np.bool_), np.zeros(edge_count, np.bool_)
     old_nodes[first.nodes], old_edges[first.edges] = True, True
@@ -406,9 +408,7 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
 def _load(
     after: Evaluation, operations: Operations, links: pl.DataFrame, begin_ns: int
 ) -> pl.DataFrame:
-    """See `Simulation.load`: transfers that share a full link count with what it gives them on the
-    mean.
-    """
+    """See `Simulation.load`: transfers that share a full link count with their mean rate on it."""
     modelled, bundles = after.transfers, after.bundles
     if modelled is None or bundles is None or not links.height:
         return LOAD.to_frame()
@@ -418,7 +418,7 @@ def _load(
     np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
     stretched = np.clip(
         modelled.time_ns / np.maximum(end - met, 1), 0.0, 1.0
-    )  # by waiting for others
+    )  # slowed by contention
     class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
     row, used, part = bundles.uses(class_by_operation)
     bundle_by_link = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))

@@ -1,22 +1,21 @@
-"""A recorded job at another number of ranks.
+"""Estimation of a recorded job with another number of ranks.
 
-What is done: the ranks' numbers tell which of them are copies of each other (`scaling.replicas`);
-one copy is cut out of the graph; how long its works, delays and transfers take, and how much that
-varies between steps and between ranks that do the same, is measured (`scaling.variation`); then as
-many copies as asked for are evaluated together, each with works of its own, 200 times
-(`scaling.draws`). Copies meet at their collectives, so the step waits for the slowest of
-all: the more ranks, the longer, although every one of them works as before.
+Method: the numbering of ranks shows which of them are copies of each other, and one copy is cut out
+of the graph (`scale_replicas`). The durations of its works, delays and transfers are measured, and
+their variation between steps and between equal ranks. Then the requested number of copies is
+evaluated together, each with its own random works, 200 times (`scale_draws`). Copies meet at their
+collectives, so a step waits for the slowest rank: more ranks take longer, although each of them
+works as before.
 
 Rules:
-- Every new rank does what a recorded one of its position does: the batch of a rank stays, that of the job grows.
-- Groups that hold ranks of every copy grow; all others are replicated. An all_reduce keeps its bytes per rank; of
-  all_gather and reduce_scatter the whole buffer stays and the part of a rank shrinks (sharded
-  weights and gradients); an all_to_all keeps what a rank puts in.
-- Without a network, the transfer of a group that grows takes so many times as long as its bytes on the bus: that of an
-  all_reduce in proportion to 2 (n - 1) / n. Latency, which grows with the steps of an algorithm, is
-  not in that.
-- Where some members of a group were not recorded, the recorded ones end after a wait for them that nobody saw. The
-  wait that the draws of the recorded job show is taken off.
+- Every new rank runs what a recorded one of its position does: the batch per rank is constant, that of the job grows.
+- Groups with ranks of every copy grow; all others are replicated. An all_reduce keeps its bytes per rank;
+  all_gather and reduce_scatter keep the whole buffer, so the part of a rank shrinks (sharded weights
+  and gradients); an all_to_all keeps the input of a rank.
+- Without a network, the transfer of a growing group scales with its bytes on the bus: that of an all_reduce with
+  2 (n - 1) / n. This ignores latency, which grows with the steps of an algorithm.
+- If some members of a group were not recorded, the transfers of the recorded ones include an unseen wait for them.
+  The wait that draws of the recorded job show is subtracted.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from traceloom.workload.simulate.transfers import compute_transfers, list_transf
 
 DRAWS = 200
 _MAX_RANKS = 1 << 20
-_MAX_TRUSTED_ERROR = 0.03  # error at the recorded size beyond which a difference means little
+_MAX_TRUSTED_ERROR = 0.03  # error at the recorded size beyond which differences are not significant
 SHOWN_PERCENT = (0, 5, 10, 25, 50, 75, 90, 95, 100)
 QUANTILES = build_schema("percent time_ns", {"percent": pl.Int64})
 COLLECTIVES = build_schema(
@@ -72,9 +71,8 @@ COLLECTIVES = build_schema(
         "in_bytes_after": pl.Int64,
     },
 )
-# How long meetings take in the scaled job, ns, (meetings,): of their rows after, with the `ranks`
-# of one group each, and of how long they would take by their bytes on the bus; and what must be
-# known of each, "" for nothing.
+# Maps the rows of meetings in the scaled job, with the `ranks` of one group each, and their times by
+# bytes on the bus to their times, ns, (meetings,), and a remark on each, "" for none.
 TransferModel = Callable[[pl.DataFrame, Floats], tuple[Floats, list[str]]]
 
 
@@ -87,23 +85,24 @@ class Scaled(Result):
         ranks: Ranks of the scaled one.
         data_parallel_before: Copies of the model in the recorded job.
         data_parallel: Copies in the scaled one.
-        recorded: How many ranks were recorded.
-        before_ns: The step as it was measured, median.
-        measured: Whether it was; else it is what the recorded step takes on another device.
-        identity_ns: The step of the recorded job, drawn in the same way, median.
+        recorded: Number of recorded ranks.
+        before_ns: The median step as measured.
+        measured: Whether it was measured; else it is the recorded step on another device.
+        identity_ns: The median step of the recorded job, drawn in the same way.
         identity_error: Its difference from the measurement, as a fraction of that.
-        equal_ns: The step of the scaled job if nothing varied; no rank waits for another one of its position.
+        equal_ns: The step of the scaled job without variation, when no rank waits for another one
+            of its position.
         after_ns: The step of the scaled job, median over draws and steps.
-        p10_ns: Nine of ten steps take longer.
-        p90_ns: One of ten steps takes longer.
-        quantiles: percent, time_ns: so many steps take no longer.
-        collectives: One row per kind of meeting: kind, copies (of the model that meet there), calls (per step),
-            ranks_before, ranks_after (of the group), in_bytes_before, in_bytes_after (of a rank),
-            transfer_before_ns, transfer_after_ns, waiting_before_ns, waiting_after_ns (mean of a
-            rank); means over calls.
-        draws: How many draws; 1 where nothing varied.
-        seed: Of chance.
-        notices: What is assumed.
+        p10_ns: 10th percentile of it.
+        p90_ns: 90th percentile of it.
+        quantiles: percent, time_ns: this percentage of steps takes no longer.
+        collectives: One row per kind of meeting: kind, copies (of the model that meet there), calls
+            (per step), ranks_before, ranks_after (of the group), in_bytes_before, in_bytes_after
+            (of a rank), transfer_before_ns, transfer_after_ns, waiting_before_ns, waiting_after_ns
+            (mean of a rank); means over calls.
+        draws: Number of draws; 1 if nothing varied.
+        seed: Random seed.
+        notices: Assumptions.
     """
 
     ranks_before: int
@@ -127,7 +126,7 @@ class Scaled(Result):
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
+        """The result in words."""
         spread = f" ({units.format_duration(self.p10_ns)} to {units.format_duration(self.p90_ns)} in 8 of 10 steps)"
         alike = self.after_ns - self.equal_ns
         text = (
@@ -143,16 +142,18 @@ class Scaled(Result):
 
 
 class RecordedJob:
-    """A job of which some ranks were recorded, made ready to be evaluated at any size.
+    """A partially recorded job, prepared for evaluation at any size.
 
     Args:
-        graph: A calibrated graph of some ranks of a job; of several steps, so that their variation shows.
-        roles: Role of each group by name, as `roles_of` gives it; without any, all groups must agree.
-        varied: Whether works are drawn; else every rank takes the mean, and one copy stands for all.
-        draws: How many.
-        seed: Of chance: the same seed gives the same answer.
+        graph: A calibrated graph of some ranks of a job, of several steps, so that their variation
+            shows.
+        roles: Role of each group by name, from `find_roles`; without any, all groups must agree.
+        varied: Whether works are drawn at random; else every rank takes the mean, and one copy
+            represents all.
+        draws: Number of draws.
+        seed: Random seed: the same seed gives the same result.
         measured: Whether the graph's times were measured; else they are those of another device.
-        notices: What must be known of the graph.
+        notices: Notices about the graph.
 
     Raises:
         UsageError: `no-data-parallel`, `unknown-roles`, `uneven-groups`, `unrecorded-role`.
@@ -188,7 +189,7 @@ class RecordedJob:
         data_parallel: int | None = None,
         transfers: TransferModel | None = None,
     ) -> Scaled:
-        """A step with so many ranks, or so many copies of the model; see `scale`."""
+        """Returns a step with a given number of ranks, or of copies of the model; see `scale`."""
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
         after = grow_meetings(self.replica, copies)
         transfer, flags = self.transfers(after, transfers)
@@ -236,8 +237,8 @@ class RecordedJob:
         data_parallel: int | None = None,
         transfers: TransferModel | None = None,
     ) -> Graph:
-        """The graph of all ranks of the scaled job, each with works of its own where anything
-        varies: one draw.
+        """Returns the graph of all ranks of the scaled job for one draw, with random works per rank
+        if anything varies.
         """
         copies = self.copies(ranks=ranks, data_parallel=data_parallel)
         after = grow_meetings(self.replica, copies)
@@ -250,8 +251,8 @@ class RecordedJob:
     def transfers(
         self, after: pl.DataFrame, transfers: TransferModel | None
     ) -> tuple[TransferTimes, list[str]]:
-        """How long the meetings of a scaled job take, and what must be known of each; `after` is of
-        `grown`.
+        """Returns the times of the meetings of a scaled job, and a remark on each; `after` is from
+        `grow_meetings`.
         """
         mean_ns = self._transfers.mean_ns * compute_bus_factors(self.replica.meetings, after)
         mean_ns, flags = (
@@ -260,10 +261,10 @@ class RecordedJob:
         return replace(self._transfers, mean_ns=mean_ns), flags
 
     def copies(self, *, ranks: int | None, data_parallel: int | None) -> int:
-        """How many copies of the model are asked for.
+        """Returns the requested number of copies of the model.
 
         Raises:
-            UsageError: `cannot-scale`: not a whole number of them, or too many.
+            UsageError: `cannot-scale`: not a whole number, or too many.
         """
         if (ranks is None) == (data_parallel is None):
             raise UsageError(
@@ -291,7 +292,7 @@ class RecordedJob:
         return self._draws.run(copies, self._count, self._seed, transfers, varied=self._varied)
 
     def _notices(self, copies: int, identity_ns: int, *, network: bool) -> tuple[Notice, ...]:
-        """What the answer rests on."""
+        """Returns the assumptions of the result."""
         notices = []
         error = identity_ns / max(self.before_ns, 1) - 1
         if abs(error) > _MAX_TRUSTED_ERROR:
@@ -330,20 +331,23 @@ def scale(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> Scaled:
-    """Say how long a step takes with another number of data parallel ranks.
+    """Estimate the duration of a step with another number of data-parallel ranks.
 
     Args:
-        graph: A calibrated graph of some ranks of a job; of several steps, so that their variation shows.
-        ranks: Of the job that is asked about; or
-        data_parallel: copies of the model.
-        roles: Role of each group by name, as `roles_of` gives it; without any, all groups must agree.
-        transfers: How long each meeting takes there; in proportion to its bytes on the bus where None.
-        varied: Whether works are drawn; else every rank takes the mean, and one copy stands for all.
-        draws: How many.
-        seed: Of chance: the same seed gives the same answer.
+        graph: A calibrated graph of some ranks of a job, of several steps, so that their variation
+            shows.
+        ranks: Number of ranks of the scaled job; or
+        data_parallel: its number of copies of the model.
+        roles: Role of each group by name, from `find_roles`; without any, all groups must agree.
+        transfers: Times of its meetings; None for times in proportion to bytes on the bus.
+        varied: Whether works are drawn at random; else every rank takes the mean, and one copy
+            represents all.
+        draws: Number of draws.
+        seed: Random seed: the same seed gives the same result.
 
     Raises:
-        UsageError: `cannot-scale`, `no-data-parallel`, `unknown-roles`, `uneven-groups`, `unrecorded-role`.
+        UsageError: `cannot-scale`, `no-data-parallel`, `unknown-roles`, `uneven-groups`,
+            `unrecorded-role`.
 
     Example:
         >>> from traceloom.workload.simulate.scale import scale
@@ -354,7 +358,7 @@ def scale(
 
 
 def find_roles(session: Session) -> dict[str, str]:
-    """The role of each group of a recorded run by name; see `analyze.collective.groups`."""
+    """Returns the role of each group of a recorded run by name; see `analyze.collective.groups`."""
     declared = pl.concat([declared_groups(trace) for trace in session.traces])
     world = max((trace.meta.world_size or 0 for trace in session.traces), default=0)
     table = groups(collectives_of(session).drop("trace"), declared, world or None).groups
@@ -364,14 +368,14 @@ def find_roles(session: Session) -> dict[str, str]:
 
 
 def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
-    """The meetings with so many copies: `members`, `in_bytes` and `out_bytes` of groups that hold
-    all of them follow.
+    """Returns the meetings for a number of copies, with adapted `members`, `in_bytes` and
+    `out_bytes` of groups with ranks of all copies.
 
     `ranks` are those of one group that meets there (of the first copies), the sender of a message
     first.
 
     Raises:
-        UsageError: `cannot-scale`: groups of neighbouring copies do not divide them.
+        UsageError: `cannot-scale`: the copies are not divisible by a group of neighboring copies.
     """
     blocks = replica.meetings.filter(pl.col("span") > 1)["span"].unique().to_list()
     for span in blocks:
@@ -412,8 +416,8 @@ def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
 
 
 def compute_bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
-    """How many times as long each meeting takes in a group of another size, by the bytes on the
-    bus; (meetings,).
+    """Returns the factor on the time of each meeting in a group of another size, by the bytes on
+    the bus; (meetings,).
     """
     on_bus = []
     for frame in (before, after):
@@ -430,7 +434,7 @@ def compute_bus_factors(before: pl.DataFrame, after: pl.DataFrame) -> Floats:
 
 
 def make_transfer_model(machine: Machine) -> TransferModel:
-    """Transfers by the network of a machine, each as if nothing else was on its links."""
+    """Returns a model of transfers on the network of a machine, each without contention."""
 
     def model(after: pl.DataFrame, taken_ns: Floats) -> tuple[Floats, list[str]]:
         messages = pl.col("kind").is_in(PAIRS).fill_null(value=False)
@@ -462,7 +466,7 @@ def make_transfer_model(machine: Machine) -> TransferModel:
 
 
 def estimate_transfers(job: MonteCarlo, axis: RankNumbering, seed: int) -> TransferTimes:
-    """The transfers of the recorded job, without waits for ranks that were not recorded."""
+    """Returns the transfers of the recorded job, without waits for unrecorded ranks."""
     apparent, pool = job.variation.apparent_ns, job.variation.transfer_pool
     drawn_job = job.run(
         axis.copies, DRAWS, seed + 1, TransferTimes(apparent, np.zeros_like(apparent))
@@ -475,7 +479,7 @@ def estimate_transfers(job: MonteCarlo, axis: RankNumbering, seed: int) -> Trans
     )
     typical = later.select(pl.col("excess", "spread").median().over("key", "nth"))
     transfer = np.maximum(apparent - typical["excess"].to_numpy(), 0.0)
-    # What varies is the transfer and the wait; without the wait's share.
+    # The variation is that of transfer and wait; remove the wait's share.
     varies = (
         np.where(pool >= 0, np.append(job.variation.pools.std(axis=1), 0.0)[pool], 0.0) * apparent
     )
@@ -488,8 +492,8 @@ def estimate_transfers(job: MonteCarlo, axis: RankNumbering, seed: int) -> Trans
 
 
 def find_step_ends(graph: Graph) -> Floats:
-    """When the recorded ranks had ended each step, from the beginning of the window; shape (1,
-    steps).
+    """Returns when all recorded ranks had ended each step, from the beginning of the window; shape
+    (1, steps).
     """
     begin_ns = pl.col("start_ns").min()
     nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin_ns)
@@ -501,7 +505,9 @@ def find_step_ends(graph: Graph) -> Floats:
 
 
 def _compute_step_times(ends_ns: Floats) -> Floats:
-    """How long steps take from the end of the one before; the first only where there is no other."""
+    """Returns the durations of steps from the end of the previous one; the first step counts only
+    if there is no other.
+    """
     return np.diff(ends_ns, axis=1) if ends_ns.shape[1] > 1 else ends_ns
 
 
@@ -511,7 +517,7 @@ def _compare_collectives(
     transfers: tuple[TransferTimes, TransferTimes],
     drawn_jobs: tuple[DrawnJob, DrawnJob],
 ) -> pl.DataFrame:
-    """What becomes of the kinds of meetings."""
+    """Returns the kinds of meetings before and after scaling."""
     steps = max(replica.meetings["step"].n_unique(), 1)
     rows = replica.meetings.select(
         "kind",

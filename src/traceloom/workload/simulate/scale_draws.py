@@ -1,12 +1,11 @@
-"""Many draws of a scaled job at once: every point of one copy's graph is an array over draws and
-copies.
+"""Monte Carlo evaluation of a scaled job: every point of one copy's graph is an array over draws
+and copies.
 
-The graph of one copy is gone through once, point by point, in an order in which each comes after
-what it waits for. A point's time is an array (draws, copies), so the programs of a thousand ranks
-cost as many NumPy operations as that of one. Copies meet at the rendezvous of their groups: there
-the latest over the copies of a span counts for all of them. Factors are looked up in tables of
-quantiles by numbers from one long row of random numbers, from a position in it that is drawn for
-each node: drawing costs as much as reading.
+The graph of one copy is traversed once in topological order. A point's time is an array (draws,
+copies), so the programs of a thousand ranks take as many NumPy operations as that of one. Copies
+meet at the rendezvous of their groups, where each gets the max over the copies of a span. Factors
+are looked up in quantile tables by indices from one long row of random numbers, starting at a
+random position for each node, so that drawing costs as much as reading.
 """
 
 from __future__ import annotations
@@ -23,23 +22,22 @@ from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
 
-_BATCH_TIMES = (
-    8_192  # times of a point that are worked on at once: what is in use stays in the caches
-)
-_MAX_ERROR = 0.5  # of a mean: beyond that a normal distribution says nothing
-_NUMBERS = 1 << 20  # random numbers in the row
+_BATCH_TIMES = 8_192  # times of a point that are processed at once, to stay in the CPU caches
+_MAX_ERROR = 0.5  # of a mean: beyond it a normal distribution is meaningless
+_NUMBERS = 1 << 20  # length of the row of random numbers
 
 
 @dataclass(frozen=True)
 class DrawnJob:
-    """What became of a scaled job in each draw.
+    """The result of a scaled job in each draw.
 
     Attributes:
         steps: The steps, ascending.
-        ends_ns: When the last rank had ended each step, from the beginning of the window, shape (draws, steps).
-        waiting_ns: Mean time that a part waits at each meeting, shape (meetings,).
-        excess_ns: Median time from the arrival of the last part whose rank was recorded to that of the last of all,
-            shape (meetings,).
+        ends_ns: End of each step on all ranks, from the beginning of the window, shape (draws,
+            steps).
+        waiting_ns: Mean wait of a part at each meeting, shape (meetings,).
+        excess_ns: Median time from the arrival of the last part with a recorded rank to that of the
+            last of all, shape (meetings,).
         excess_spread_ns: Its standard deviation, shape (meetings,).
     """
 
@@ -52,11 +50,11 @@ class DrawnJob:
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """How long the meetings of a job take once all have come.
+    """The durations of the meetings of a job once all have arrived.
 
     Attributes:
         mean_ns: Of each meeting, shape (meetings,).
-        spread: What the deviations of its pool's factors from 1 are multiplied by, shape (meetings,).
+        spread: Factor on the deviations of its pool's factors from 1, shape (meetings,).
     """
 
     mean_ns: Floats
@@ -64,8 +62,8 @@ class TransferTimes:
 
 
 def can_end_a_step(graph: Graph) -> Bools:
-    """Which nodes a step may end with: work of devices, where there is some, else of threads that
-    do not wait.
+    """Returns which nodes can be the last of a step: work of devices if there is any, else of
+    threads that do not wait.
     """
     kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
     on_lane = graph.nodes["lane"].is_not_null()
@@ -76,7 +74,7 @@ def can_end_a_step(graph: Graph) -> Bools:
 
 
 class MonteCarlo:
-    """The graph of one copy, made ready for many draws."""
+    """The graph of one copy, prepared for many draws."""
 
     def __init__(self, replica: Replica, variation: Variation) -> None:
         graph = replica.graph
@@ -94,7 +92,7 @@ class MonteCarlo:
         self._uses = np.bincount(source, minlength=2 * count)
         self._uses[0::2] += 1  # a node's end waits for its start
         start = nodes["start_ns"].to_numpy()
-        # What waits for nothing begins with the recording of its rank.
+        # Nodes without dependencies start with the recording of their rank.
         position = nodes["rank"].fill_null(0).to_numpy().astype(np.int64)
         first = np.full(int(position.max(initial=0)) + 1, np.iinfo(np.int64).max)
         np.minimum.at(first, position, start)
@@ -129,14 +127,14 @@ class MonteCarlo:
     def run(
         self, copies: int, draws: int, seed: int, transfers: TransferTimes, *, varied: bool = True
     ) -> DrawnJob:
-        """Draw the job with so many copies.
+        """Draws the job with a given number of copies.
 
         Args:
-            copies: Of the model.
-            draws: How many; 1 where nothing varies.
-            seed: Of chance.
-            transfers: Of the meetings.
-            varied: Whether anything is drawn; else all copies are alike, and one stands for them.
+            copies: Copies of the model.
+            draws: Number of draws; 1 if nothing varies.
+            seed: Random seed.
+            transfers: Durations of the meetings.
+            varied: Whether anything is drawn; else all copies are equal, and one represents them.
         """
         width = copies if varied else 1
         draws = draws if varied else 1
@@ -167,7 +165,9 @@ class MonteCarlo:
         numbers: NDArray[Any] | None,
         transfer_times: TransferTimes,
     ) -> tuple[Floats, Floats, Floats, Floats]:
-        """Ends of the steps, (draws, steps); waiting, excess and its spread of the meetings."""
+        """Returns the ends of the steps, (draws, steps); waiting, excess and its spread of the
+        meetings.
+        """
         variation = self.variation
         shape, size = (draws, copies), draws * copies
         offsets: Any = iter(
@@ -220,8 +220,7 @@ class MonteCarlo:
                 if mean_work:
                     duration: Any = mean_work
                     if numbers is not None and work_pool[node] >= 0:
-                        # The mean itself is only known as well as its samples tell, for all copies
-                        # alike.
+                        # Draw the error of the mean itself, which is the same for all copies.
                         duration = drawn(work_pool[node])
                         duration *= mean_work * np.maximum(
                             1 + error[node] * random.standard_normal((draws, 1)), 0.0
@@ -281,8 +280,8 @@ class MonteCarlo:
         remaining: list[int],
         meeting_stats: Floats,
     ) -> Floats:
-        """When the last part has come, for each draw and copy; `meeting_stats` gets waiting, excess
-        and its spread.
+        """Returns the arrival of the last part, for each draw and copy; writes waiting, excess and
+        its spread to `meeting_stats`.
         """
         span = self._span[meeting]
         sources = [
@@ -317,8 +316,8 @@ class MonteCarlo:
         return np.broadcast_to(met, latest.shape)
 
     def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
-        """By stage: factors of host and device work, (2, steps, draws, copies): steps drawn for all
-        ranks alike.
+        """Draws steps, common to all ranks. Returns, by stage, factors of host and device work, (2,
+        steps, draws, copies).
         """
         draws, copies = shape
         recorded = self.variation.steps.size
@@ -341,8 +340,8 @@ class MonteCarlo:
         *,
         varied: bool,
     ) -> list[Any]:
-        """Transfer of each meeting: the same for all that meet there, (draws, copies) or (draws,
-        1).
+        """Returns the transfer of each meeting, the same for all its parts, (draws, copies) or
+        (draws, 1).
         """
         out: list[Any] = []
         variation = self.variation

@@ -1,8 +1,9 @@
-"""One copy cut out of a job, and put together again.
+"""Extracting one copy of a job from a graph, measuring its variation, and expanding it to many
+copies.
 
-Ranks are numbered like the digits of a number: `rank = inner + stride x (copy + copies x outer)`.
-Data parallelism counts the middle digit; tensor, context and pipeline parallelism count the others.
-A rank's position is what is left without the copy: ranks of one position run the same program.
+Ranks are numbered in mixed radix: `rank = inner + stride x (copy + copies x outer)`. Data
+parallelism counts the middle digit; tensor, context and pipeline parallelism count the others. A
+rank's position is its number without the copy: ranks of one position run the same program.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from traceloom.graph.graph import (
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import cast_to_schema
 
-# Groups of these roles keep their size, even where they hold a rank of every copy.
+# Groups of these roles keep their size, even if they contain a rank of every copy.
 _KEEP = ("tensor", "pipeline", "expert", "context", "embedding")
 PAIRS = ("send", "receive")
-ALL = 0  # span of a group that holds ranks of every copy
+ALL = 0  # span of a group with ranks of every copy
 _JOINTS = (gs.RENDEZVOUS, gs.ARRIVAL)
 
 
 @dataclass(frozen=True, slots=True)
 class RankNumbering:
-    """How ranks are numbered.
+    """The numbering of ranks.
 
     Attributes:
-        stride: Distance of neighbours in a data parallel group.
+        stride: Distance between neighbors in a data-parallel group.
         copies: Ranks of such a group.
         world: Ranks of the job.
     """
@@ -51,19 +52,19 @@ class RankNumbering:
 
     @property
     def positions(self) -> int:
-        """Ranks of one copy."""
+        """The number of ranks of one copy."""
         return self.world // self.copies
 
     def position(self, rank: int) -> int:
-        """The position of a rank."""
+        """Returns the position of a rank."""
         return rank % self.stride + rank // (self.stride * self.copies) * self.stride
 
     def copy(self, rank: int) -> int:
-        """The copy that a rank belongs to."""
+        """Returns the copy that a rank belongs to."""
         return rank // self.stride % self.copies
 
     def rank(self, position: int, copy: int) -> int:
-        """The rank at a position of a copy."""
+        """Returns the rank at a position of a copy."""
         return position % self.stride + self.stride * (
             copy + self.copies * (position // self.stride)
         )
@@ -74,15 +75,16 @@ class Replica:
     """One copy of the job.
 
     Attributes:
-        graph: Of one rank per position, numbered by position; its meetings have no members in other copies.
-        axis: How the recorded job numbers its ranks.
-        node: The recorded node that each node stands for, shape (nodes,); -1 of meetings.
-        edge: The recorded edge that each edge stands for, shape (edges,); -1 of edges into and out of meetings.
-        parts: What `keyed` says of each row of the graph's `communication`, with the row of its meeting (`meeting`,
-            null where the rank meets nobody).
-        meetings: One row per meeting: `node`, `key`, `span`, `members`, `positions`, `kind`, `in_bytes`, `out_bytes`,
-            `step`, `nth`.
-        copied: Places that no recorded rank has, with the rank that they are copied from.
+        graph: One rank per position, numbered by position; its meetings have no members in other
+            copies.
+        axis: The numbering of ranks in the recorded job.
+        node: The recorded node of each node, shape (nodes,); -1 for meetings.
+        edge: The recorded edge of each edge, shape (edges,); -1 for edges into and out of meetings.
+        parts: The columns of `add_keys` for each row of the graph's `communication`, with the row
+            of its meeting (`meeting`, null if the rank meets nobody).
+        meetings: One row per meeting: `node`, `key`, `span`, `members`, `positions`, `kind`,
+            `in_bytes`, `out_bytes`, `step`, `nth`.
+        copied: Positions without a recorded rank, with the rank that they are copied from.
     """
 
     graph: Graph
@@ -95,16 +97,16 @@ class Replica:
 
 
 def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering:
-    """Find out how ranks are numbered, from the members of the data parallel groups.
+    """Determines the numbering of ranks from the members of the data-parallel groups.
 
     Args:
         graph: The recorded ranks.
-        roles: Role of each group by name, as `analyze.collective.groups` finds it. Of groups without a role, all that
-            do more than send and receive must agree.
+        roles: Role of each group by name, from `analyze.collective.groups`. Groups without a role
+            that do more than send and receive must all agree.
 
     Raises:
-        UsageError: `no-data-parallel`: the run has no such group; `unknown-roles`: nothing tells which group it is;
-            `uneven-groups`: its members are not evenly spaced.
+        UsageError: `no-data-parallel`: the run has no such group; `unknown-roles`: it cannot be
+            identified; `uneven-groups`: its members are not evenly spaced.
     """
     used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(
         ["group", "ranks"], maintain_order=True
@@ -147,24 +149,25 @@ def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering
 def add_keys(
     graph: Graph, axis: RankNumbering, roles: Mapping[str, str], positions: pl.DataFrame
 ) -> pl.DataFrame:
-    """The communication of some ranks, each at some positions, with what the parts of one operation
-    have in common.
+    """Returns the communication of some ranks, each at some positions, with keys shared by the
+    parts of one operation.
 
     Args:
         graph: The recorded ranks.
-        axis: How ranks are numbered.
+        axis: The numbering of ranks.
         roles: Role of each group by name.
-        positions: `rank` and `position` (Int32); a rank may stand for several positions.
+        positions: `rank` and `position` (Int32); a rank may represent several positions.
 
     Returns:
         The rows of `communication` with `rank`, `position`, `copy`, `step`, `from_ns`, `to_ns`,
-        `key` (of the group, the same at all positions and in all copies that meet; null where the
-        rank meets nobody), `span` (neighbouring copies that meet; `ALL`), `members` (of the group),
-        `positions` (of one copy in it, the sender first), `nth` in the step of that key, and
-        `peer_position` (of the other side of a message, or of a root).
+        `key` (of the group, the same at all positions and in all copies that meet; null if the rank
+        meets nobody), `span` (number of neighboring copies that meet; `ALL`), `members` (of the
+        group), `positions` (of one copy in it, the sender first), `nth` in the step of that key,
+        and `peer_position` (of the other side of a message, or of a root).
 
     Raises:
-        UsageError: `uneven-groups`: a group holds neither ranks of one copy, nor of neighbouring copies, nor of all.
+        UsageError: `uneven-groups`: a group consists neither of ranks of one copy, nor of
+            neighboring copies, nor of all.
     """
     nodes = graph.nodes.select(
         "node", "rank", "step", from_ns="start_ns", to_ns=pl.col("start_ns") + pl.col("duration_ns")
@@ -201,7 +204,7 @@ def add_keys(
     rows = rows.join(
         group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left"
     )
-    # A message has its own key for each direction; its two sides count it alike.
+    # A message has its own key for each direction, with the same count on both sides.
     sends = pl.col("kind") == "send"
     direction = (
         pl.when(sends)
@@ -226,7 +229,7 @@ def _build_key(
     roles: Mapping[str, str],
     names: dict[object, list[str]],
 ) -> tuple[str | None, int, int, list[int]]:
-    """Key, span, members and positions of a group or message: columns of `keyed`."""
+    """Returns key, span, members and positions of a group or message: columns of `add_keys`."""
     rank, position, group, members, peer = (
         row[name] for name in ("rank", "position", "group", "ranks", "peer")
     )
@@ -290,11 +293,10 @@ def _build_key(
 
 
 def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str]) -> Replica:
-    """Cut one copy of the job out of a graph.
+    """Cuts one copy of the job out of a graph.
 
-    Each position is that of the lowest copy which was recorded. One that was not recorded is copied
-    from one with the same outer digit: a tensor parallel neighbour does the same with other
-    weights.
+    Each position is taken from the lowest recorded copy. An unrecorded position is copied from one
+    with the same outer digit: a tensor-parallel neighbor runs the same program with other weights.
 
     Raises:
         UsageError: `unrecorded-role`: no rank of some stage was recorded; `uneven-groups`.
@@ -412,33 +414,37 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
     )
 
 
-QUANTILES = 1024  # of a distribution that is drawn from
-_MIN_SAMPLES = 24  # samples of a name; with fewer it varies as its kind does
+QUANTILES = 1024  # per distribution
+_MIN_SAMPLES = 24  # samples of a name; with fewer, the variation of its kind is used
 _DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
 _SIDES = 2  # host, device
 
 
 @dataclass(frozen=True)
 class Variation:
-    """What one copy's works, delays and transfers are drawn from.
+    """Distributions from which the works, delays and transfers of one copy are drawn.
 
-    Shapes: N nodes, E edges and M meetings of the replica; R recorded ranks of a stage, S recorded steps.
+    Shapes: N nodes, E edges and M meetings of the replica; R recorded ranks of a stage, S recorded
+    steps.
 
     Attributes:
-        work_ns: Mean work of each node over steps and ranks that do the same, (N,).
-        work_pool: Row of `pools` with the factors on it, (N,); -1 where it never varies.
-        work_samples: Of how many works each is the mean, (N,): it is no surer than that.
-        side: 0 of host work, 1 of the device's, (N,); -1 where ranks and steps do not differ as a whole.
+        work_ns: Mean work of each node over steps and equal ranks, (N,).
+        work_pool: Row of `pools` with the factors on it, (N,); -1 if it never varies.
+        work_samples: Number of works in each mean, (N,), which limits its accuracy.
+        side: 0 for host work, 1 for device work, (N,); -1 if ranks and steps do not differ as a
+            whole.
         delay_ns: Delay of each edge, (E,).
-        delay_pool: Row of `pools` with what is added to it in ns, (E,); -1.
-        part: Which part of the source's work the delay of an edge is, (E,); NaN where it is a time of its own.
-        transfer_pool: Row of `pools` with the factors on the transfer of each meeting, (M,); -1.
-        transfer_samples: Of how many transfers that of each meeting is the median, (M,): it is no surer than that.
+        delay_pool: Row of `pools` with the ns added to it, (E,); or -1.
+        part: Delay of an edge as a fraction of the source's work, (E,); NaN if it is an independent
+            time.
+        transfer_pool: Row of `pools` with the factors on the transfer of each meeting, (M,); or -1.
+        transfer_samples: Number of transfers in each median, (M,), which limits its accuracy.
         pools: Quantiles, each row ascending, (pools, `QUANTILES`).
-        effects: By stage: how much longer all host work (0) or device work (1) of a rank takes in a step, (2, R, S).
-        starts_ns: By stage: when the recording of each rank began, from the first, (R,).
+        effects: By stage: factor on all host work (0) or device work (1) of a rank in a step, (2,
+            R, S).
+        starts_ns: By stage: start of the recording of each rank, from the first, (R,).
         steps: The recorded steps.
-        seen: How many copies of each part of a meeting were recorded, by row of the replica's `parts`.
+        seen: Number of recorded copies of each part of a meeting, by row of the replica's `parts`.
         apparent_ns: From the arrival of the last recorded part to the end, median over steps, (M,).
     """
 
@@ -460,33 +466,33 @@ class Variation:
 
 
 class _Pools:
-    """Distributions to draw from, collected."""
+    """Collects distributions."""
 
     def __init__(self) -> None:
         self.rows: list[Floats] = []
 
     def add(self, samples: Floats) -> int:
-        """The number of the pool with these samples; -1 where they are all alike."""
+        """Returns the number of the pool with these samples; -1 if they are all equal."""
         if samples.size < 2 or np.ptp(samples) < 1e-9:
             return -1
         quantile_points = (np.arange(QUANTILES) + 0.5) / QUANTILES
-        # Between the samples linearly; the middle of each is its own share.
+        # Interpolate linearly between the samples, each at the middle of its share.
         positions = (np.arange(samples.size) + 0.5) / samples.size
         self.rows.append(np.interp(quantile_points, positions, np.sort(samples)))
         return len(self.rows) - 1
 
     def table(self) -> Floats:
-        """All of them."""
+        """Returns all pools as an array."""
         return np.array(self.rows).reshape(len(self.rows), QUANTILES)
 
 
 def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) -> Variation:
-    """Measure the variation of a calibrated graph.
+    """Measures the variation of a calibrated graph.
 
-    The same work is that of one name and kind, the n-th of it in its step, on ranks of one stage.
-    How a rank's step differs as a whole (the median factor of all its works) is told apart from how
-    single works differ; factors of few samples are corrected for having been compared with a mean
-    of which they are a part.
+    Works are equal if they have the same name, kind and position in their step, on ranks of one
+    stage. The effect of a rank's whole step (the median factor of all its works) is separated from
+    the variation of single works; factors of few samples are corrected for being compared with a
+    mean that includes them.
     """
     axis, pools = replica.axis, _Pools()
     nodes = _add_work_numbers(graph, axis)
@@ -528,7 +534,7 @@ def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) 
 
 
 def _add_work_numbers(graph: Graph, axis: RankNumbering) -> pl.DataFrame:
-    """All nodes with their stage and `same`, a number that works which do the same have in common."""
+    """Returns all nodes with their stage and `same`, a number shared by equal works."""
     stage = pl.col("rank").fill_null(0) // (axis.stride * axis.copies)
     nodes = graph.nodes.select(
         "node",
@@ -549,7 +555,9 @@ def _add_work_numbers(graph: Graph, axis: RankNumbering) -> pl.DataFrame:
 def _measure_works(
     nodes: pl.DataFrame, pools: _Pools
 ) -> tuple[pl.DataFrame, Ints, dict[int, Floats], Ints]:
-    """Mean work and pool of every recorded node, its side, and what steps and ranks have in common."""
+    """Returns mean work and pool of every recorded node, its side, and the effects common to steps
+    and ranks.
+    """
     device = pl.col("kind").is_in(_DEVICE)
     joint = pl.col("kind").is_in([gs.RENDEZVOUS, gs.ARRIVAL, gs.ORIGIN, *gs.COMMUNICATION])
     works = nodes.with_columns(
@@ -568,7 +576,7 @@ def _measure_works(
             noise=(1.5 * pl.col("scatter").first() ** 2 / pl.len()).fill_null(0.0),
         )
     )
-    # What medians of so many works differ by without any cause is not an effect.
+    # Subtract the random variation expected of medians of so many works.
     cells = cells.with_columns(
         effect=pl.col("ratio") / pl.col("ratio").mean().over("stage", "side")
     )
@@ -629,10 +637,10 @@ def _measure_works(
 def _measure_delays(
     graph: Graph, nodes: pl.DataFrame, pools: _Pools
 ) -> tuple[Floats, Ints, Floats]:
-    """Delay, pool and part of the source's work of every recorded edge.
+    """Returns delay, pool and fraction of the source's work of every recorded edge.
 
-    What an edge took is seen only where nothing else held its target back later. Where the same
-    edge is so in most steps and ranks, it takes their mean; else what its class takes.
+    The delay of an edge is visible only if no other edge delayed its target more. If it is visible
+    in most steps and ranks, the edge gets their mean; else that of its class.
     """
     edge_classes = classify_edges(graph)
     constant = class_delays(graph).astype(np.float64)
@@ -681,8 +689,8 @@ def _measure_delays(
 def _measure_transfers(
     graph: Graph, replica: Replica, roles: Mapping[str, str], pools: _Pools
 ) -> tuple[Floats, Ints, Ints, Ints]:
-    """Apparent transfer of each meeting, its pool and samples, and how many copies of each part
-    were recorded.
+    """Returns apparent transfer of each meeting, its pool and samples, and the number of recorded
+    copies of each part.
     """
     axis = replica.axis
     ranks = graph.nodes.select("rank").drop_nulls().unique("rank").sort("rank")
@@ -712,7 +720,7 @@ def _measure_transfers(
         .with_columns(whole=pl.col("present") >= pl.col("members"))
     )
     alike = ["kind", "span", "in_bytes", "members"]
-    # Parts that were all recorded show the transfer itself.
+    # Fully recorded meetings show the transfer itself.
     visible = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
     means = visible.group_by("key", "nth").agg(own=pl.col("apparent").median(), samples=pl.len())
     fallback = visible.group_by(alike).agg(usual=pl.col("apparent").median())
@@ -752,15 +760,15 @@ def expand_replica(
     transfer_ns: Floats,
     seed: int | None = None,
 ) -> Graph:
-    """The graph of all ranks, with the times that follow from its works.
+    """Returns the graph of all ranks, with the times that follow from its works.
 
     Args:
         replica: One copy.
-        variation: What its works and delays are.
+        variation: Its works and delays.
         meetings: As `replica.meetings`, with the members and bytes of the scaled job.
-        copies: How many.
+        copies: Number of copies.
         transfer_ns: Of each meeting, shape (meetings,).
-        seed: Of the works that each rank draws for itself; None: all ranks take the mean.
+        seed: Random seed of each rank's works; None if all ranks take the mean.
 
     Returns:
         A graph without notices of its own; its communication has an `instance` and no list of
@@ -777,14 +785,13 @@ def expand_replica(
             for number in range(copies)
         ]
     )
-    # Meetings of all copies come once, of neighbours once per block, of one copy as often as there
-    # are copies.
+    # Meetings of all copies occur once, of neighbors once per block, of one copy once per copy.
     span = meetings["span"].to_numpy().astype(np.int64)
     several = np.where(span == ALL, 1, copies // np.maximum(span, 1))
     first = inner * copies + np.cumsum(several) - several
 
     def moved(node: Ints) -> Ints:
-        """Numbers of nodes in every copy, (copies, nodes) as one row."""
+        """Returns the numbers of nodes in every copy, (copies, nodes) flattened."""
         meeting = np.maximum(node - inner, 0)
         block = np.where(
             span[meeting] == ALL, 0, copy[:, np.newaxis] // np.maximum(span[meeting], 1)
@@ -841,7 +848,7 @@ def expand_replica(
         delay_ns=pl.Series(np.rint(delays.ravel()).astype(np.int64)),
         residual_ns=pl.lit(0, pl.Int64),
     )
-    # Edges of copies that share a meeting stand there once for each part, as in a recorded graph.
+    # Edges of copies that share a meeting occur once for each part, as in a recorded graph.
     communication = single.communication
     part_meeting = replica.parts["meeting"].cast(pl.Int64)
     meets = pl.col("instance").is_not_null()
@@ -859,7 +866,7 @@ def expand_replica(
         )
     communication = tiled(communication)
     instance = moved(part_meeting.fill_null(0).to_numpy() + inner)
-    # The peer of a message is in its own copy, the root of a larger group in the first one.
+    # The peer of a message is in its own copy, the root of a larger group is in the first one.
     peer_position = replica.parts["peer_position"].fill_null(0).to_numpy().astype(np.int64)
     within_copy = (
         replica.parts.select(pl.col("pair") | (pl.col("span") == 1)).to_series().to_numpy()

@@ -1,4 +1,4 @@
-"""Points of a grid on any engine, over the common pool.
+"""Evaluating a grid of points on any engine, in a pool of processes.
 
 An axis is written as `KEY=VALUES`: `network.0.bandwidth=50,100,200`, `ranks=8..1024*2`,
 `layers=4..32+4`. Values are numbers or words, separated by commas; `a..b` counts up by 1,
@@ -76,12 +76,12 @@ _RANGE = re.compile(r"(?P<first>[^.]+(?:\.\d+)?)\.\.(?P<last>[^*+]+)(?:(?P<sign>
 
 @dataclass(frozen=True, slots=True)
 class SweepAxis:
-    """One parameter and the values that it takes.
+    """One parameter and its values.
 
     Attributes:
-        key: A key of the machine (`network.0.bandwidth`), `ranks`, `data_parallel`, `machine`, `device`,
-            `host_factor`, or an option of what was generated.
-        values: In the order of the user.
+        key: A key of the machine (`network.0.bandwidth`), `ranks`, `data_parallel`, `machine`,
+            `device`, `host_factor`, or an option of a generated workload.
+        values: In the user's order.
     """
 
     key: str
@@ -92,7 +92,7 @@ def parse_axis(text: str) -> SweepAxis:
     """Read an axis.
 
     Raises:
-        UsageError: slugs `bad-sweep`, with what is understood; `sweep-too-large`: a range of more than `MOST_POINTS`.
+        UsageError: slugs `bad-sweep`; `sweep-too-large`: a range of more than `MAX_POINTS`.
 
     Example:
         >>> parse_axis("ranks=8..64*2,100").values
@@ -109,7 +109,7 @@ def parse_axis(text: str) -> SweepAxis:
 
 
 def _parse_values(part: str, text: str) -> list[SweptValue]:
-    """The values of one part between commas."""
+    """Returns the values of one comma-separated part."""
     match = _RANGE.fullmatch(part)
     if match is None:
         if not part or ".." in part:
@@ -163,10 +163,10 @@ def _make_size_error(description: str) -> UsageError:
 
 
 def list_points(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
-    """All combinations, the last axis fastest.
+    """Yields all combinations, the last axis fastest.
 
     Raises:
-        UsageError: slugs `bad-sweep`: a key stands twice; `sweep-too-large`.
+        UsageError: slugs `bad-sweep`: a key occurs twice; `sweep-too-large`.
     """
     keys = [axis.key for axis in axes]
     if len(set(keys)) < len(keys):
@@ -182,20 +182,20 @@ def list_points(axes: Sequence[SweepAxis]) -> Iterator[SweepPoint]:
 
 @dataclass(frozen=True)
 class SweepTable(Result):
-    """The answers of a sweep.
+    """The results of a sweep.
 
     Attributes:
-        keys: The parameters, in the order of the user.
-        points: One row per point: the parameters; ranks, samples (that a step works on: of a generated transformer
-            their number, else as many times as many as the recorded step), time_ns (of a step, or
-            of what is simulated), p10_ns and p90_ns (where steps were drawn), cost (of that time on
-            all ranks, where the machine has a price), memory_bytes (of the rank that needs most,
-            where it is known), flags (what lies outside of what was measured), reason (why there is
-            no time), pareto: whether no other point is as good in time and cost per sample and in
-            ranks, and better in one of them.
-        sensitivities: One row per parameter with several numbers: by how many per cent the time changes per per cent of
-            it, between neighbouring values with all else equal: median, low and high, and of how
-            many pairs.
+        keys: The parameters, in the user's order.
+        points: One row per point: the parameters; ranks, samples (per step: for a generated
+            transformer their number, else relative to the recorded step), time_ns (of a step, or of
+            the simulated window), p10_ns and p90_ns (if steps were drawn), cost (of that time on
+            all ranks, if the machine has a price), memory_bytes (max over ranks, if known), flags
+            (properties outside the measurements), reason (why there is no time), pareto: whether no
+            other point is as good in time and cost per sample and in ranks, and better in one of
+            them.
+        sensitivities: One row per parameter with several numbers: relative change of the time per
+            relative change of the parameter, between neighboring values with all else equal:
+            median, low and high, and the number of pairs.
     """
 
     keys: tuple[str, ...]
@@ -206,7 +206,7 @@ class SweepTable(Result):
     def of(
         cls, axes: Sequence[SweepAxis], rows: Sequence[Mapping[str, SweptValue | None]]
     ) -> SweepTable:
-        """The table of points with their answers (`ANSWERS`), in any order of keys."""
+        """Returns the table of points with their answers (`ANSWERS`), in any order of keys."""
         keys = tuple(axis.key for axis in axes)
         parameters = []
         for key in keys:
@@ -228,20 +228,20 @@ class SweepTable(Result):
 
 
 def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which points nobody beats in time and cost per sample and in ranks, (points,); none without a
-    time.
+    """Returns which points are not dominated in time and cost per sample and in ranks, (points,);
+    False for points without a time.
     """
     answered = points["time_ns"].is_not_null().to_numpy()
     samples = pl.col("samples").fill_null(1.0)
     ranks = pl.col("ranks").cast(
         pl.Float64, strict=False
-    )  # a word among those asked for makes all of them words
+    )  # one word among the values makes all of them words
     costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
     table = costs.fill_null(0.0).to_numpy()
     front = np.zeros(len(table), dtype=np.bool_)
     answered_rows = np.flatnonzero(answered)
-    # By time, then ranks, then cost: a point can be beaten only by those before it, and then by one
-    # of the front.
+    # By time, then ranks, then cost: only earlier points can dominate a point, and then one of the
+    # front does.
     order = (
         answered_rows[np.lexsort(table[answered_rows].T[::-1])]
         if answered_rows.size
@@ -257,7 +257,7 @@ def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[n
 
 
 def compute_sensitivities(points: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """Per cent of the time per per cent of each numeric parameter; see `SweepTable`."""
+    """Returns per cent of the time per per cent of each numeric parameter; see `SweepTable`."""
     rows = []
     for key in keys:
         if not points[key].dtype.is_numeric():
@@ -299,25 +299,26 @@ _MAY_BE_0 = ("size", "compute_us")
 
 @dataclass(frozen=True)
 class SweepQuestion:
-    """What is asked at every point, but for what the point says.
+    """The settings of a sweep, except for those that a point sets.
 
     Attributes:
         inputs: Files or directories of one workload.
         machine: A `machine.toml` or the name of a preset; None for the recorded machine.
         overrides: Changes of the machine.
-        device: What computes; None for the machine's.
-        host_factor: How many times as long host work takes.
+        device: The device; None for the machine's.
+        host_factor: Factor on the durations of host work.
         ranks: Of the job; None for the recorded number.
         data_parallel: Copies of the model; None for the recorded number.
-        groups: Who is in which group, of `.et` files.
-        only: One side alone.
+        groups: The file with the ranks of each group, for `.et` files.
+        only: The only side that takes time.
         step: One step of a recorded run.
-        roles: Of groups, by name, before those that are found.
-        draws: Steps to draw where the number of ranks changes.
-        seed: Of chance.
-        memory_limit: Bytes that a rank has; points that need more have no time. Of generated transformers.
-        cache: Whether read traces are kept.
-        recorded_device: What computed in the recording, where the traces do not say.
+        roles: Roles of groups by name, which override those that are found.
+        draws: Number of drawn steps if the number of ranks changes.
+        seed: Random seed.
+        memory_limit: Bytes of memory per rank; points that need more have no time. For generated
+            transformers.
+        cache: Whether parsed traces are cached.
+        recorded_device: The recorded device, if the traces do not name it.
     """
 
     inputs: tuple[str, ...]
@@ -339,10 +340,10 @@ class SweepQuestion:
 
 
 class SweepEvaluator:
-    """Answers points; the workload is read once.
+    """Evaluates points; the workload is read once.
 
     Args:
-        question: What is asked.
+        question: The settings.
     """
 
     def __init__(self, question: SweepQuestion) -> None:
@@ -351,7 +352,7 @@ class SweepEvaluator:
 
     @cached_property
     def generated(self) -> tuple[str, dict[str, Any]] | None:
-        """Kind and options of a workload that `traceloom generate` made; None of any other.
+        """Kind and options of a workload that `traceloom generate` made; None for any other.
 
         Raises:
             InputError: `other-version`.
@@ -368,7 +369,7 @@ class SweepEvaluator:
             return None
         try:
             document = json.loads(stored_options[0])
-        except (ValueError, RecursionError):  # another writer may say anything there
+        except (ValueError, RecursionError):  # other writers may put any text there
             return None
         if not isinstance(document, dict) or document.get("format") != generate.SCHEMA:
             return None
@@ -392,7 +393,7 @@ class SweepEvaluator:
         )
 
     def check(self, keys: Sequence[str]) -> None:
-        """Refuse keys that mean nothing here.
+        """Rejects keys that do not apply to the workload.
 
         Raises:
             UsageError: slug `bad-sweep`.
@@ -419,8 +420,8 @@ class SweepEvaluator:
             )
 
     def __call__(self, point: SweepPoint) -> SweepRow:
-        """The answer at a point: columns of `ANSWERS`; a `reason` instead of a time where there is
-        none.
+        """Returns the answer at a point: columns of `ANSWERS`, with a `reason` if there is no
+        time.
         """
         row: SweepRow = dict.fromkeys(ANSWERS)
         try:
@@ -438,7 +439,7 @@ class SweepEvaluator:
         return None if machine is None else str(machine), overrides
 
     def _recorded(self, point: SweepPoint) -> SweepRow:
-        """A recorded run, a graph or files of another writer."""
+        """Evaluates a recorded run, a graph or files of another writer."""
         query = self.question
         machine, overrides = self._machine(point)
         device = point.get("device", query.device)
@@ -489,7 +490,7 @@ class SweepEvaluator:
         return _build_row(scaled.ranks, scaled.after_ns, described, scaled.notices) | interval
 
     def _job(self, machine: Machine | None, device: str | None, host_factor: float) -> RecordedJob:
-        """The recorded job on a device; each is made ready once."""
+        """Returns the recorded job on a device; each is prepared once."""
         key = device, host_factor, repr((machine.device, machine.slow)) if machine else ""
         if key not in self._jobs:
             source, query = self.source, self.question
@@ -511,7 +512,7 @@ class SweepEvaluator:
         return self._jobs[key]
 
     def _generated(self, point: SweepPoint) -> SweepRow:
-        """A workload made anew with the options of the point."""
+        """Evaluates a workload generated with the options of the point."""
         assert self.generated is not None
         kind, base = self.generated
         options, make = _GENERATED[kind]
@@ -546,8 +547,8 @@ class SweepEvaluator:
         return row | _build_row(ranks, answer.after_ns, described, answer.notices)
 
     def _planned(self, option_values: dict[str, Any], point: SweepPoint) -> dict[str, Any]:
-        """Options of a transformer: what is not swept follows from the ranks and the batch of the
-        whole job.
+        """Returns options of a transformer; those not swept follow from the ranks and the batch of
+        the whole job.
         """
         ranks, copies = (
             None if value is None else int(_parse_axis_value(name, value, 1))
@@ -582,10 +583,10 @@ class SweepEvaluator:
 
 
 def _parse_axis_value(key: str, value: object, default: float | str) -> Any:
-    """A value of the type that is usual for its key.
+    """Converts a value to the type of its key.
 
     Raises:
-        UsageError: slug `bad-sweep`: it is none.
+        UsageError: slug `bad-sweep`: it is not of that type.
     """
     if isinstance(default, str):
         if value not in (names := _NAMES[key]):
@@ -619,16 +620,16 @@ def _build_row(
 def evaluate_points(
     question: SweepQuestion, points: Mapping[int, SweepPoint], *, processes: int | None = None
 ) -> Iterator[tuple[int, SweepRow]]:
-    """Answer points, in the order in which answers come.
+    """Evaluates points, and yields results as they complete.
 
     Args:
-        question: What is asked.
+        question: The settings.
         points: By number.
-        processes: That work at once; as many as there are cores where None. With one, it is this one.
+        processes: Number of processes; None for one per core. With 1, it is this process.
 
     Raises:
         UsageError: slug `bad-sweep`.
-        InputError: The workload or the machine is refused.
+        InputError: The workload or the machine is rejected.
     """
     evaluator = SweepEvaluator(question)
     if points:

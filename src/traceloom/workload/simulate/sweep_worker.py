@@ -1,4 +1,4 @@
-"""The process that answers points of a sweep: jobs on standard input, answers on standard output.
+"""The process that evaluates points of a sweep: jobs on standard input, results on standard output.
 
 It is started by `traceloom.workload.simulate.sweep`; the workload is read with its first point.
 """
@@ -15,7 +15,7 @@ from traceloom.workload.simulate.sweep import SweepEvaluator, SweepQuestion
 
 
 def main() -> None:
-    """Answer one point after the other, until there are no more."""
+    """Evaluates points until there are no more."""
     evaluator: SweepEvaluator | None = None
     for line in sys.stdin:
         job = json.loads(line)
@@ -32,5 +32,5 @@ def main() -> None:
         try:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
-        except BrokenPipeError:  # who has started it is gone
+        except BrokenPipeError:  # the parent process has gone
             os._exit(1)

@@ -1,8 +1,8 @@
-"""Communications of a graph and what they cost on a machine.
+"""Communications of a graph and their durations on a machine.
 
-A transfer that the machine holds as measured counts before schedule and topology. Where the network
-is another one than that of the measurement (`--set network.0.bandwidth=100`), the measured time
-changes as the modelled one does.
+A measured transfer of the machine takes precedence over schedule and topology. If the network
+differs from that of the measurement (`--set network.0.bandwidth=100`), the measured time is scaled
+like the modelled one.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ ROOTED = ("broadcast", "scatter", "reduce", "gather")
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The communications in which parts meet; M of them, in the order of their meetings.
+    """The communications with meetings; M of them, in the order of their meetings.
 
     Attributes:
-        table: meeting (node), instance, kind (`send` for messages), group, group_size, members (ranks, the root or
-            sender first; null where unknown), size_bytes and bus_factor as of `analyze.collective`,
-            parts (recorded ones), splits (of an all_to_all that is not even: bytes from each
-            member, row by row, to each).
-        edge: Edges out of the meetings, to the end of a part each.
-        of_edge: Row of `table` of each.
+        table: meeting (node), instance, kind (`send` for messages), group, group_size, members
+            (ranks, the root or sender first; null if unknown), size_bytes and bus_factor as in
+            `analyze.collective`, parts (recorded ones), splits (of an uneven all_to_all: bytes from
+            each member, row by row, to each).
+        edge: Edges out of the meetings, each to the end of a part.
+        of_edge: Row of `table` of each edge.
         part: Nodes of all parts.
-        of_part: Row of `table` of each.
+        of_part: Row of `table` of each part.
     """
 
     table: pl.DataFrame
@@ -56,7 +56,7 @@ class Operations:
 
 
 def find_operations(graph: Graph) -> Operations:
-    """Find the communications of a graph that has its meetings."""
+    """Finds the communications of a graph that has its meetings."""
     kind = get_column_array(graph, graph.nodes["kind"])
     meeting = np.flatnonzero(kind == gs.NODE_KINDS.index(gs.RENDEZVOUS))
     number = np.full(graph.nodes.height, -1, dtype=np.int64)
@@ -106,7 +106,7 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
             receiver.filter(message).drop_nulls().first().alias("receiver"),
             pl.col("rank").sort().alias("recorded"),
             pl.len().cast(pl.Int64).alias("parts"),
-            # The ranks that say what they give to whom, with what they give in all.
+            # Ranks with recorded splits, and their total input.
             split_ranks=pl.col("rank").filter(split),
             split_lists=pl.col("in_splits").filter(split),
             put_in=pl.col("in_bytes").filter(split),
@@ -128,7 +128,7 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
         .then(all_ranks)
     )
     table = table.with_columns(members.alias("members")).with_columns(
-        # Of a message both ends are in it, whatever group they are of.
+        # Both ends of a message are members, whatever their group.
         pl.coalesce(pl.col("members").list.len().cast(pl.Int32), "group_size").alias("group_size"),
         pl.when(is_message).then(pl.lit("send")).otherwise("kind").alias("kind"),
     )
@@ -160,7 +160,7 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
 
 
 def _build_splits(table: pl.DataFrame) -> pl.Series:
-    """See `Operations.table`; what nobody recorded is as even as the mean of the others."""
+    """See `Operations.table`; unrecorded splits are the mean of the others."""
     matrices: list[list[int] | None] = [None] * table.height
     rows = (
         table.with_row_index("at")
@@ -180,7 +180,7 @@ def _build_splits(table: pl.DataFrame) -> pl.Series:
 
 
 def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
-    """How long each communication took from its meeting to the end of its middle part; shape
+    """Returns the time of each communication from its meeting to the end of its median part; shape
     (communications,), ns.
     """
     times = get_point_times(graph)
@@ -196,8 +196,8 @@ def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
     return out
 
 
-_MIN_SHARE = 1e-12  # of a link's bandwidth: rounding may leave less than nothing
-FULL = 1 + 1e-9  # of a link; what is more does not fit
+_MIN_SHARE = 1e-12  # of a link's bandwidth, since rounding may make the remainder negative
+FULL = 1 + 1e-9  # of a link; a larger demand does not fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,15 +205,17 @@ class Transfers:
     """The transfers of M communications, of C classes, over L links.
 
     Attributes:
-        time_ns: How long each takes alone, shape (M,).
-        replaced: Whether it is the machine's, not the recorded one; shape (M,).
-        of_class: Class of each; -1 for one that needs no link; shape (M,).
-        share: How much of each link a communication of a class takes while it runs alone: rows `of_class`, `link`,
-            `share` (of the link's bandwidth), `bytes`.
+        time_ns: Duration of each alone, shape (M,).
+        replaced: Whether it is the machine's rather than the recorded one; shape (M,).
+        of_class: Class of each; -1 if it needs no link; shape (M,).
+        share: Share of each link that a communication of a class uses while it runs alone: rows
+            `of_class`, `link`, `share` (of the link's bandwidth), `bytes`.
         links: One row per link: link, name, source, target.
-        algorithm: Of each communication; None where a measured transfer was taken or the recorded one kept.
-        flags: Of each, what must be known about its time, in words; "" for nothing.
-        card_ns: What the bytes of each take over network cards at least; shape (M,).
+        algorithm: Of each communication; None if a measured transfer was used or the recorded one
+            kept.
+        flags: A remark on each time, in words; "" for none.
+        card_ns: Lower bound of the time of each communication's bytes over network cards; shape
+            (M,).
     """
 
     time_ns: Ints
@@ -226,9 +228,9 @@ class Transfers:
     card_ns: Ints
 
     def bundles(self) -> LinkBundles:
-        """The links, those together that all classes ask the same of."""
+        """Returns the links, with those bundled that have equal demand from all classes."""
         classes = int(self.of_class.max(initial=-1)) + 1
-        if not self.share.height:  # latencies alone
+        if not self.share.height:  # only latencies
             return LinkBundles.none(classes)
         shares_by_link = (
             self.share.sort("link", "of_class")
@@ -256,14 +258,15 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LinkBundles:
-    """Links by what is asked of them; C classes, B bundles.
+    """Links grouped by demand; C classes, B bundles.
 
     Attributes:
-        first: Where the bundles of each class begin in the next two, and their number; shape (C + 1,).
+        first: Where the bundles of each class start in `bundle` and `share`, and the end; shape (C
+            + 1,).
         bundle: The bundles that a class needs.
-        share: Of the bandwidth of each link of these that it takes alone.
-        link: The links that are in a bundle.
-        of_link: Bundle of each.
+        share: Share of the bandwidth of each of their links that it uses alone.
+        link: The links in bundles.
+        of_link: Bundle of each link.
     """
 
     first: Ints
@@ -274,22 +277,24 @@ class LinkBundles:
 
     @classmethod
     def none(cls, classes: int = 0) -> LinkBundles:
-        """No links, of which none of the classes needs any."""
+        """Returns no bundles, for classes that need no links."""
         nothing = np.zeros(0, dtype=np.int64)
         return cls(np.zeros(classes + 1, dtype=np.int64), nothing, np.zeros(0), nothing, nothing)
 
     @property
     def count(self) -> int:
-        """How many bundles there are."""
+        """The number of bundles."""
         return int(self.of_link.max(initial=-1)) + 1
 
     def of(self, number: int) -> tuple[Ints, Floats]:
-        """The bundles of a class, and what it takes of them."""
+        """Returns the bundles of a class, and its share of them."""
         part = slice(int(self.first[number]), int(self.first[number + 1]))
         return self.bundle[part], self.share[part]
 
     def uses(self, class_by_operation: Ints) -> tuple[Ints, Ints, Floats]:
-        """What communications of these classes (-1: none) use: row, bundle and share, row by row."""
+        """Returns the usage by communications of these classes (-1: none): row, bundle and share,
+        row by row.
+        """
         linked_rows = np.flatnonzero(class_by_operation >= 0)
         count = np.diff(self.first)[class_by_operation[linked_rows]]
         row = np.repeat(linked_rows, count)
@@ -301,9 +306,11 @@ class LinkBundles:
         return row, self.bundle[entry], self.share[entry]
 
     def overfull(self, class_by_operation: Ints, start: Ints, end: Ints) -> bool:
-        """Whether communications at these times ask more of a link than it has; shapes (M,)."""
+        """Returns whether communications at these times exceed the bandwidth of a link; shapes
+        (M,).
+        """
         row, bundle, requested = self.uses(np.where(end > start, class_by_operation, -1))
-        # On each bundle in the order of time, ends before starts, what is asked so far.
+        # Running demand on each bundle in order of time, ends before starts.
         times = np.concatenate([start[row], end[row]])
         change = np.concatenate([requested, -requested])
         order = np.lexsort((change, times, np.concatenate([bundle, bundle])))
@@ -311,21 +318,23 @@ class LinkBundles:
 
 
 def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
-    """How fast transfers get on that share links, as fractions of their speed alone: max-min fair.
+    """Returns the speeds of transfers that share links, as fractions of their speed alone: max-min
+    fair.
 
-    All get more at once, until a link is full: whoever needs that link gets no more, and the others
-    go on. What counts is the bandwidth on the link of which a transfer takes most.
+    All speeds rise together until a link is full; the transfers on it are then fixed, and the
+    others continue. The relevant bandwidth is that of the link of which a transfer uses most.
 
     Args:
-        share: Of each link that each transfer takes alone, at most 1; shape (transfers, links).
+        share: Share of each link that each transfer uses alone, at most 1; shape (transfers,
+            links).
 
     Returns:
-        Speeds, shape (transfers,), and the link that holds each back, -1 for none.
+        Speeds, shape (transfers,), and the link that limits each, -1 for none.
     """
     count = len(share)
     speed, held_by = np.ones(count), np.full(count, -1, dtype=np.int64)
     max_share = share.max(axis=1, initial=0.0)
-    short = np.flatnonzero(share.sum(axis=0) > FULL)  # no other link can hold anything back
+    short = np.flatnonzero(share.sum(axis=0) > FULL)  # no other link can be a bottleneck
     share = share[:, short]
     open_ = share.any(axis=1)
     weight = np.divide(share, max_share[:, None], out=np.zeros_like(share), where=share > 0)
@@ -338,7 +347,7 @@ def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
         if enough.any():
             open_ &= ~enough
             continue
-        # Links that are full at the same level are full at once.
+        # Links with the same fill level become full together.
         tight = level <= min_level * FULL
         stopped = open_ & share[:, tight].any(axis=1)
         speed[stopped] = min_level / max_share[stopped]
@@ -351,16 +360,16 @@ SHARES = build_schema(
     "of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64}
 )
 _PIPELINED = ("tree", "double-tree")
-_CHUNK = 1 << 19  # bytes that trees and chains hand on at once
+_CHUNK = 1 << 19  # bytes that trees and chains forward at once
 _MAX_CHUNKS = 64
-_MAX_BYTES = 2.0**62  # of a link; files name any size
+_MAX_BYTES = 2.0**62  # of a link, since files may contain any size
 _FLAGS = {
     "kind": "kind not measured, by schedule",
     "span": "not measured inside or between hosts, by schedule",
     "group": "size of the group not among those measured",
     "size": "size not among those measured",
 }
-_REDUCED = 3  # bytes that a device moves to reduce one: two read, one written
+_REDUCED = 3  # bytes that a device moves per reduced byte: two read, one written
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -370,8 +379,9 @@ class ModelledTransfer:
     Attributes:
         time_ns: From the meeting to the last end.
         links: The links that it uses.
-        bytes: What each of them carries.
-        card_ns: What its bytes take over the network cards of ranks at least; 0 where there are none.
+        bytes: Bytes on each of them.
+        card_ns: Lower bound of the time of its bytes over the network cards of ranks; 0 if there
+            are none.
         algorithm: The algorithm.
     """
 
@@ -384,7 +394,7 @@ class ModelledTransfer:
 
 @dataclass(eq=False)
 class _Pricing:
-    """The times of communications on one machine, each worked out once."""
+    """Cached times of communications on one machine."""
 
     machine: Machine
     network: MachineNetwork = field(init=False)
@@ -398,12 +408,12 @@ class _Pricing:
     def modelled(
         self, kind: str, members: Sequence[int], size_bytes: int, splits: Sequence[int] = ()
     ) -> ModelledTransfer | None:
-        """A communication by its schedule; None where no schedule can do its kind.
+        """Returns a communication by its schedule; None if no schedule supports its kind.
 
         Args:
             kind: As in `Operations.table`.
             members: The ranks; the root or the sender first.
-            size_bytes: As of `analyze.collective`.
+            size_bytes: As in `analyze.collective`.
             splits: As in `Operations.table`; empty for even ones.
         """
         key = (kind, tuple(members), size_bytes, tuple(splits))
@@ -439,7 +449,7 @@ class _Pricing:
             r.collective == kind and (r.below is None or size_bytes < r.below)
             for r in machine.algorithms
         )
-        # One ring over several hosts would use one network card of each.
+        # One ring over several hosts would use only one network card of each.
         if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
             several = hosts.size > 1 and hosts.min() == hosts.max() > 1
             algorithm = "two-level" if several else algorithm
@@ -476,7 +486,7 @@ class _Pricing:
         )
 
     def card_ns(self, plan: Schedule, order: Ints) -> float:
-        """What the bytes of the busiest network card take, whatever links there are."""
+        """Returns the time of the busiest network card for its bytes, whatever the links."""
         card = self.machine.nic
         if card is None:
             return 0.0
@@ -494,15 +504,16 @@ class _Pricing:
 def compute_transfers(
     machine: Machine, table: pl.DataFrame, recorded_ns: Ints, measured_on: Machine | None = None
 ) -> Transfers:
-    """The transfers of communications on a machine.
+    """Returns the transfers of communications on a machine.
 
-    Those whose members, size or schedule nobody knows stay as they were recorded.
+    Those with unknown members, size or schedule keep their recorded times.
 
     Args:
         machine: The machine.
-        table: As `Operations.table`.
-        recorded_ns: How long they took, shape (communications,).
-        measured_on: The machine that its measured transfers are of, where its network was changed since.
+        table: As in `Operations.table`.
+        recorded_ns: Recorded times, shape (communications,).
+        measured_on: The machine on which its transfers were measured, if its network was changed
+            since.
     """
     pricing = _Pricing(machine)
     base = pricing if measured_on is None else _Pricing(measured_on)
@@ -541,7 +552,7 @@ def compute_transfers(
 
 
 def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
-    """What must be known of transfers: how many of them each flag is about."""
+    """Returns notices with the number of transfers for each flag."""
     single = [flag for text in flags for flag in text.split("; ") if flag]
     counts = (
         pl.Series("flag", single, dtype=pl.String)
@@ -556,9 +567,7 @@ def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Price:
-    """The time of one communication (None where it stays as recorded), where it is from, and what
-    must be known.
-    """
+    """The time of one communication (None to keep the recorded one), its source, and a remark."""
 
     time_ns: int | None
     modelled: ModelledTransfer | None = None
@@ -568,7 +577,7 @@ class _Price:
 
 
 def _compute_price(pricing: _Pricing, base: _Pricing, request: dict[str, Any]) -> _Price:
-    """What one communication takes; `request` is a row of the table."""
+    """Returns the price of one communication; `request` is a row of the table."""
     kind, members, size_bytes, splits = (
         request[name] for name in ("kind", "members", "size_bytes", "splits")
     )

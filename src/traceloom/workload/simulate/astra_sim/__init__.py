@@ -1,1 +1,1 @@
-"""ASTRA-sim's way of simulating."""
+"""Simulation with ASTRA-sim's semantics."""

@@ -1,6 +1,7 @@
-"""Chunks, phases, links.
+"""Chunks and phases of collectives, the event clock, and the network of ASTRA-sim.
 
-Definitions: astra-sim 518bd51 with its analytical network 599a047; what differs from the textbook is said here.
+Definitions: astra-sim 518bd51 with its analytical network 599a047; deviations from textbook
+algorithms are documented here.
 """
 
 from __future__ import annotations
@@ -27,22 +28,23 @@ from traceloom.workload.collective_algorithms import (
     compute_parents,
 )
 
-FAST_DELAY_NS = 10  # of a group's endpoints, whatever the configuration says
+FAST_DELAY_NS = 10  # delay of a group's endpoints, whatever the configuration says
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CollectivePhase:
-    """A part of a collective that stays within one dimension.
+    """A phase of a collective within one dimension.
 
     Attributes:
-        dimension: Whose queue it waits in.
+        dimension: The dimension whose queue it waits in.
         schedule: Its messages, among positions of the dimension.
-        stride: Ranks between neighbours of the dimension; 0 where the positions are those of a group.
-        delay_ns: What an endpoint needs before its first message, and after each one it receives.
-        window: How many messages a rank has under way at most, where it sends the next one for each that is reduced;
-            0 where it goes from round to round.
-        reduced: Bytes that are reduced, of each message in the order of arrival, where there is a window.
-        backwards: Whether the ring goes the other way round, as the last half of an all_reduce over dimensions does.
+        stride: Ranks between neighbors of the dimension; 0 if the positions are those of a group.
+        delay_ns: Delay of an endpoint before its first message, and after each one it receives.
+        window: Max messages of a rank in flight, each replaced by the next when it is reduced; 0 to
+            go from round to round.
+        reduced: Bytes to reduce of each message, in order of arrival, if there is a window.
+        backwards: Whether the ring runs in reverse, as in the last half of an all_reduce over
+            several dimensions.
     """
 
     dimension: int
@@ -56,14 +58,14 @@ class CollectivePhase:
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """The machine as collectives see it.
+    """The machine as seen by collectives.
 
     Attributes:
         sizes: Ranks of each dimension, innermost first.
-        implementations: Of each kind (all_reduce, ...): the algorithm of each dimension.
-        splits: Into how many chunks a collective is cut.
-        baseline: Whether an all_reduce is done in full in each dimension.
-        delay_ns: Of an endpoint.
+        implementations: Kind (all_reduce, ...) -> the algorithm of each dimension.
+        splits: Number of chunks of a collective.
+        baseline: Whether an all_reduce runs in full in each dimension.
+        delay_ns: Delay of an endpoint.
     """
 
     sizes: tuple[int, ...]
@@ -74,20 +76,21 @@ class Dimensions:
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return math.prod(self.sizes)
 
     @property
     def windows(self) -> bool:
-        """Whether an algorithm limits how many messages of a rank are under way."""
+        """Whether an algorithm limits how many messages of a rank are in flight."""
         return any(name[-1].isdigit() for names in self.implementations.values() for name in names)
 
     def chunks(self, kind: str, size: int) -> tuple[int, int]:
-        """How many chunks, and their bytes: no chunk but an all_gather's has fewer bytes than there
-        are ranks.
+        """Returns the number of chunks and their bytes; except for all_gather, a chunk has at least
+        as many bytes as there are ranks.
 
         Raises:
-            UsageError: `bad-collective`: an all_gather of fewer bytes than chunks, which ASTRA-sim never ends.
+            UsageError: `bad-collective`: an all_gather with fewer bytes than chunks, which never
+                ends in ASTRA-sim.
         """
         chunk = size // self.splits
         if kind != "all_gather" and self.ranks > chunk:
@@ -108,18 +111,19 @@ class Dimensions:
         trees: Counter[tuple[str, int]],
         dimensions: Sequence[bool] | None,
     ) -> list[CollectivePhase]:
-        """The phases of one chunk.
+        """Returns the phases of one chunk.
 
         Args:
             kind: all_reduce, all_gather, reduce_scatter, all_to_all.
             chunk: Its bytes.
-            members: Ranks of the group; all ranks use the dimensions, fewer a single one.
-            trees: How many trees of a kind and dimension came before, which decides the tree; counted on.
-            dimensions: Which dimensions take part; all where not given.
+            members: Ranks of the group; all ranks use the dimensions, smaller groups a single one.
+            trees: Number of earlier trees of a kind and dimension, which selects the tree;
+                incremented.
+            dimensions: Which dimensions take part; None for all.
 
         Raises:
-            UsageError: slugs `bad-collective`, `no-such-schedule`, `bad-astra-sim-config`: ASTRA-sim stops at it, or
-                never ends it.
+            UsageError: slugs `bad-collective`, `no-such-schedule`, `bad-astra-sim-config`:
+                ASTRA-sim aborts, or never ends.
         """
         names = self.implementations.get(kind)
         if not names:
@@ -153,9 +157,7 @@ class Dimensions:
         for part, d in phase_order:
             ranks, stride = along[d]
             phase = self._phase(part, names[d], chunk, (d, ranks, stride), trees[kind, d])
-            if (
-                names[d] == "doubleBinaryTree"
-            ):  # an all_reduce of the chunk, whatever the phase should be
+            if names[d] == "doubleBinaryTree":  # an all_reduce of the chunk, whatever the phase is
                 phases.append(phase)
                 trees[kind, d] += 1
             else:
@@ -168,8 +170,8 @@ class Dimensions:
         return phases
 
     def _along(self, names: Sequence[str]) -> list[tuple[int, int]]:
-        """Ranks of each dimension, and the step between neighbours; a `one...` takes all ranks, and
-        is the last.
+        """Returns the ranks of each dimension, and the stride between neighbors; a `one...`
+        algorithm takes all ranks and ends the list.
         """
         along: list[tuple[int, int]] = []
         stride = 1
@@ -183,7 +185,7 @@ class Dimensions:
     def _phase(
         self, kind: str, name: str, chunk: int, along: tuple[int, int, int], tree: int
     ) -> CollectivePhase:
-        """One phase along (dimension, ranks, stride)."""
+        """Returns one phase along (dimension, ranks, stride)."""
         dimension, ranks, stride = along
         if name == "doubleBinaryTree" and (not stride or ranks & (ranks - 1)):
             raise UsageError(
@@ -216,11 +218,11 @@ class Dimensions:
 def _build_direct_phase(
     kind: str, ranks: int, chunk: int, window: int, *, is_whole: bool
 ) -> tuple[Schedule, tuple[int, ...]]:
-    """Messages to all others, and the bytes that are reduced of each one that arrives.
+    """Returns the messages to all others, and the bytes to reduce of each one that arrives.
 
-    The first messages of a window follow from nothing. ASTRA-sim takes all that follow in turns of
-    a window for nothing and a window of reductions (in a group, of as many windows of them as there
-    are others); an all_reduce reduces in every second turn only.
+    The first messages of a window have no dependencies. ASTRA-sim processes the following ones
+    alternately: a window without reductions, then a window with (in a group, as many windows as
+    there are other ranks); an all_reduce reduces in every second turn only.
     """
     schedule = build_direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
     if not window:
@@ -250,7 +252,9 @@ def _build_direct_phase(
 
 @lru_cache(maxsize=256)
 def _build_phase(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> Schedule:
-    """The schedule of one phase; all messages of a round have the same bytes, rounded down."""
+    """Returns the schedule of one phase; all messages of a round have the same bytes, rounded
+    down.
+    """
     size = chunk if kind == "all_gather" else chunk // ranks * ranks
     if name == "ring":
         return build_ring(kind, ranks, size)
@@ -260,7 +264,7 @@ def _build_phase(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> 
         parent = compute_parents(ranks, 0 if tree else ranks - 1)
         schedule = build_single_tree(parent, chunk)
         inner = np.isin(np.arange(ranks), parent)
-        return replace(  # who hands on what comes from above pays for a reduction of it
+        return replace(  # forwarding data from the parent costs a reduction
             schedule,
             rounds=tuple(
                 part
@@ -276,7 +280,7 @@ def _build_phase(kind: str, name: str, ranks: int, chunk: int, *, tree: int) -> 
 
 def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
     """Halving and doubling: a message is reduced at the price of the next, smaller one, the last
-    one for nothing.
+    one for free.
 
     Raises:
         UsageError: slugs `bad-collective`, `no-such-schedule`.
@@ -292,7 +296,7 @@ def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
         "all_reduce": [
             *halves,
             *(chunk >> (steps + 1) << (k + 1) for k in range(steps)),
-        ],  # what was rounded is lost
+        ],  # rounded-off bytes are lost
         "all_gather": [chunk << k for k in range(steps)],
     }[kind]
     if not min(sizes):
@@ -317,7 +321,7 @@ def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
 
 
 def get_members(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:
-    """The ranks at the positions of a phase's schedule, for one rank of the group."""
+    """Returns the ranks at the positions of a phase's schedule, for one rank of the group."""
     if not phase.stride:
         return np.asarray(group, np.int64)
     position = rank // phase.stride % phase.schedule.ranks
@@ -329,7 +333,7 @@ Event = Callable[[Any], None]
 
 
 def make_too_long_error() -> UsageError:
-    """The error for what takes longer than anybody can wait."""
+    """Returns the error for times that exceed the clock's range."""
     return UsageError(
         "these times add up to more than 100 days",
         slug="times-too-long",
@@ -338,7 +342,7 @@ def make_too_long_error() -> UsageError:
 
 
 def convert_to_ns(times: Floats) -> Ints:
-    """Times in whole ns, rounded down.
+    """Returns times in whole ns, rounded down.
 
     Raises:
         UsageError: slug `times-too-long`.
@@ -349,10 +353,10 @@ def convert_to_ns(times: Floats) -> Ints:
 
 
 class Clock:
-    """Events to come.
+    """The event queue.
 
     Attributes:
-        now: Time of the event that is happening, in ns.
+        now: Time of the current event, in ns.
     """
 
     def __init__(self) -> None:
@@ -361,7 +365,7 @@ class Clock:
         self._events: dict[int, list[tuple[Event, Any]]] = {}
 
     def at(self, time: int, event: Event, payload: Any = None) -> None:
-        """Call `event(what)` at a time that is not before now.
+        """Calls `event(payload)` at a time that is not before now.
 
         Raises:
             UsageError: slug `times-too-long`.
@@ -376,12 +380,12 @@ class Clock:
             events.append((event, payload))
 
     def run(self) -> None:
-        """Let everything happen."""
+        """Processes all events."""
         while self._times:
             self.now = time = self._times[0]
             for event, payload in self._events[
                 time
-            ]:  # grows while it runs: what is asked for at once
+            ]:  # grows while it runs, by events for the current time
                 event(payload)
             heappop(self._times)
             del self._events[time]
@@ -393,13 +397,13 @@ Link = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class AnalyticalNetwork:
-    """What the network file says.
+    """The network of a network file.
 
     Attributes:
-        topologies: Ring, FullyConnected or Switch, of each dimension.
+        topologies: Ring, FullyConnected or Switch, per dimension.
         sizes: Ranks of each dimension.
-        bandwidths: Of a link of each dimension, in 2^30 B/s ("GB/s").
-        latencies: Of a link of each dimension, in ns.
+        bandwidths: Of a link, per dimension, in 2^30 B/s ("GB/s").
+        latencies: Of a link, per dimension, in ns.
     """
 
     topologies: tuple[str, ...]
@@ -408,12 +412,12 @@ class AnalyticalNetwork:
     latencies: tuple[float, ...]
 
     def bytes_per_ns(self, dimension: int) -> float:
-        """Bandwidth of a dimension's links."""
+        """Returns the bandwidth of a dimension's links."""
         return self.bandwidths[dimension] * (1 << 30) / 1_000_000_000
 
     def delays(self, source: Ints, target: Ints, size: Ints) -> Ints:
-        """How long messages take that meet no others, in ns: each within the first dimension that
-        it must cross.
+        """Returns the durations of messages without contention, in ns; each stays within the first
+        dimension that it must cross.
         """
         delay = np.zeros(len(source), np.float64)
         stride = 1
@@ -431,7 +435,7 @@ class AnalyticalNetwork:
         return convert_to_ns(delay)
 
     def delay(self, source: int, target: int, size: int) -> int:
-        """How long one message takes that meets no others, in ns."""
+        """Returns the duration of one message without contention, in ns."""
         for d, count in enumerate(self.sizes):
             forward = (target - source) % count
             if forward:
@@ -443,8 +447,8 @@ class AnalyticalNetwork:
         return 0
 
     def route(self, source: int, target: int) -> list[Link]:
-        """The links from one rank to another in one dimension; the switch is the rank after the
-        last one.
+        """Returns the links between two ranks in one dimension; a switch is numbered after the last
+        rank.
         """
         count = self.sizes[0]
         if self.topologies[0] == "FullyConnected":
@@ -459,16 +463,15 @@ class AnalyticalNetwork:
 
 
 class Links:
-    """The links of a one-dimensional machine: each serves one message after the other, in the order
-    they come.
+    """The links of a one-dimensional machine; each serves its messages in order of arrival.
 
-    A message occupies a link for its bytes over the bandwidth, rounded down, and is at the other
-    end of it that time and the latency after it was taken, rounded down together; then it asks for
-    its next link.
+    A message occupies a link for its bytes over the bandwidth, rounded down. It arrives at the
+    other end after that time plus the latency, rounded down together, and then requests its next
+    link.
 
     Args:
         fabric: One dimension.
-        clock: When things happen.
+        clock: The event queue.
     """
 
     def __init__(self, fabric: AnalyticalNetwork, clock: Clock) -> None:
@@ -476,19 +479,19 @@ class Links:
         self._rate, self._latency = fabric.bytes_per_ns(0), fabric.latencies[0]
         self._waiting: dict[Link, deque[_Travel]] = {}
         self.in_flight = 0
-        self.usage: dict[Link, list[int]] = {}  # bytes, time busy, time that messages waited for it
+        self.usage: dict[Link, list[int]] = {}  # bytes, busy time, time that messages waited for it
 
     def route(self, source: int, target: int) -> list[Link]:
-        """The links from one rank to another."""
+        """Returns the links between two ranks."""
         return self._fabric.route(source, target)
 
     def send(self, source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
-        """Send a message now; `arrive(what)` is called when it is there."""
+        """Sends a message now; `arrive(payload)` is called on arrival."""
         self.in_flight += 1
         self._take(_Travel(size, self.route(source, target), 0, arrive, payload, self._clock.now))
 
     def occupied_ns(self, size: int) -> int:
-        """How long a message occupies a link."""
+        """Returns how long a message occupies a link."""
         return int(size / self._rate)
 
     def _take(self, travel: _Travel) -> None:
@@ -528,20 +531,20 @@ class Links:
             del self._waiting[link]
 
     def add(self, usage: Mapping[Link, Sequence[int]]) -> None:
-        """Count what links did elsewhere."""
+        """Adds usage of links that was computed elsewhere."""
         for link, values in usage.items():
             total = self.usage.setdefault(link, [0, 0, 0])
             total[:] = [before + extra for before, extra in zip(total, values, strict=True)]
 
     @property
     def idle(self) -> bool:
-        """Whether no message is under way."""
+        """Returns whether no message is in flight."""
         return not self.in_flight and not self._waiting
 
 
 @dataclass(slots=True)
 class _Travel:
-    """A message on its way: `next` is the link that it asks for, since when."""
+    """A message in flight, which has requested the link `next` at `since`."""
 
     size: int
     links: Sequence[Link]

@@ -1,4 +1,4 @@
-"""Network.yml and system.json."""
+"""Reading ASTRA-sim's configuration: network.yml and system.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from traceloom.workload.simulate.machine import (
 )
 
 MAX_BYTES = 1 << 24
-GIB = 2**30 / 1e9  # what its "GB/s" are, in 10^9 B/s
+GIB = 2**30 / 1e9  # ASTRA-sim's "GB/s" in 10^9 B/s
 TOPOLOGIES: dict[str, Topology] = {
     "Ring": "ring",
     "FullyConnected": "fully-connected",
@@ -47,7 +47,7 @@ _ALGORITHMS: dict[str, Algorithm] = {
     "halvingDoubling": "halving-doubling",
     "doubleBinaryTree": "double-tree",
 }
-# What ASTRA-sim reads but what changes no time, and what it takes and ignores.
+# Keys that ASTRA-sim reads without effect on times, and keys that it accepts and ignores.
 _WITHOUT_EFFECT = ("trace-enabled", "track-local-mem", "local-mem-trace-filename")
 _IGNORED = ("boost-mode", "inter-dimension-scheduling", "intra-dimension-scheduling")
 _BUS = ("L", "o", "g", "G", "model-shared-bus")
@@ -60,8 +60,8 @@ class AstraSimNetwork:
     Attributes:
         topologies: Keys of `TOPOLOGIES`.
         sizes: NPUs along each dimension, at least 2.
-        bandwidths: As they are written. ASTRA-sim calls them GB/s and takes them as 2^30 B/s.
-        latencies: ns of one link.
+        bandwidths: As written. ASTRA-sim calls them GB/s and interprets them as 2^30 B/s.
+        latencies: Of one link, ns.
         source: The file.
     """
 
@@ -77,27 +77,27 @@ class AstraSimNetwork:
 
     @property
     def ranks(self) -> int:
-        """NPUs in all."""
+        """The total number of NPUs."""
         return math.prod(self.sizes)
 
 
 @dataclass(frozen=True)
 class AstraSimSystem:
-    """A system JSON: what ASTRA-sim reads of it and what changes times.
+    """A system JSON, reduced to the keys that ASTRA-sim reads and that affect times.
 
     Attributes:
-        implementations: Kind (`all_reduce`, ...) -> the algorithm in each dimension, as it is written.
+        implementations: Kind (`all_reduce`, ...) -> the algorithm in each dimension, as written.
         custom: Kind -> prefix of the `.et` files of its custom algorithm.
         splits: Chunks of a collective (preferred-dataset-splits).
-        active_chunks: Per dimension.
-        endpoint_delay: ns.
-        local_reduction_delay: ns; read and never used by ASTRA-sim.
-        local_mem_bw: GB/s.
-        peak_perf: TFLOPS.
-        roofline: Whether GPU work takes what the roofline says.
+        active_chunks: Max chunks in flight per dimension.
+        endpoint_delay: In ns.
+        local_reduction_delay: In ns; read but never used by ASTRA-sim.
+        local_mem_bw: In GB/s.
+        peak_perf: In TFLOPS.
+        roofline: Whether the durations of GPU work follow a roofline.
         optimization: baseline or localBWAware.
         scheduling: LIFO, FIFO or EXPLICIT.
-        replay_only: Whether everything takes its recorded duration.
+        replay_only: Whether all nodes take their recorded durations.
         source: The file.
         notices: About keys that have no effect.
     """
@@ -132,7 +132,7 @@ def _read_content(path: str | Path) -> bytes:
 
 
 def read_network(path: str | Path) -> AstraSimNetwork:
-    """Read a network YAML of the analytical back ends.
+    """Read a network YAML of the analytical backends.
 
     Raises:
         InputError: slugs `bad-astra-sim-config`, `unreadable`.
@@ -328,7 +328,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 
 
 def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]:
-    """What of a system has no effect."""
+    """Returns notices of the keys without effect."""
     read = {
         *_KEYS,
         *_WITHOUT_EFFECT,
@@ -360,10 +360,10 @@ def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]
 
 
 def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:
-    """The machine of a network YAML and a system JSON, for the mode `native`.
+    """Returns the machine of a network YAML and a system JSON, for the mode `native`.
 
-    Splits, endpoint delays and the order in which chunks are started have no counterpart there.
-    Where dimensions use different algorithms, that of the first counts.
+    Splits, endpoint delays and the order in which chunks start have no counterpart there. If
+    dimensions use different algorithms, that of the first one is used.
     """
     dimensions = tuple(
         Dimension(TOPOLOGIES[topology], size, bandwidth * GIB, latency)

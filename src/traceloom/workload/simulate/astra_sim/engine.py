@@ -1,4 +1,4 @@
-"""Event loop, clock, deadlock report."""
+"""The event loop that runs the nodes of all ranks, with a report of deadlocks."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from traceloom.workload.simulate.astra_sim.streams import (
     simulate_synchronous,
 )
 
-Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> what each position does
+Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> nodes of each position
 
 _MIN_ROTATION_MESSAGES = (
-    10_000  # messages of one chunk: from here on it is worth while to look for a rotation
+    10_000  # messages of one chunk from which it is worthwhile to look for a rotation
 )
 
 
@@ -60,19 +60,19 @@ class Meeting:
     """One collective.
 
     Attributes:
-        name: Its group's, empty for all ranks.
-        turn: How many collectives of the group came before.
+        name: Name of its group, empty for all ranks.
+        turn: Number of earlier collectives of the group.
         group: Its ranks, in the group's order.
         kind: all_reduce, ...
         size: Bytes.
-        chunks: The phases of each chunk; none where an algorithm or the record carries it out.
-        count: Chunks of collectives that its first rank had before it.
-        counts: The same of each rank.
-        begin_ns: When each rank began, -1 before it did; shape (ranks of the group,).
+        chunks: The phases of each chunk; empty if an algorithm or the recorded duration is used.
+        count: Number of chunks of collectives that its first rank had before it.
+        counts: The same for each rank.
+        begin_ns: Start at each rank, -1 before it; shape (ranks of the group,).
         node: The node of each rank.
-        end_ns: When each rank was done, -1 before it was.
-        came: How many of its ranks have begun to do the same.
-        apart: Whether its ranks do not all do the same at the same time.
+        end_ns: End at each rank, -1 before it.
+        came: Number of ranks that have arrived with a matching collective.
+        apart: Whether its ranks do not all run the same steps at the same times.
     """
 
     name: str
@@ -92,22 +92,22 @@ class Meeting:
 
 @dataclass(eq=False, slots=True)
 class RunningRank:
-    """One rank at work.
+    """The state of one rank.
 
     Attributes:
-        nodes: What it does.
+        nodes: Its nodes.
         queues: Its collectives, and its events.
-        left: For how many nodes each node still waits.
-        ready: By what they occupy: nodes that wait for nothing else.
-        busy: By what is occupied: the node that does, -1 for none; nothing is occupied by none.
-        begin_ns: When each node began, -1 before it did.
-        end_ns: When it ended, -1 before it did.
-        under_way: How many nodes have begun and not ended.
-        ended: How many have.
-        last_ns: When the last one ended, None before.
+        left: Number of unfinished dependencies of each node.
+        ready: Ready nodes by slot.
+        busy: Running node by slot, -1 for none; the slot `NOTHING` is never occupied.
+        begin_ns: Start of each node, -1 before it.
+        end_ns: End of each node, -1 before it.
+        under_way: Number of running nodes.
+        ended: Number of ended nodes.
+        last_ns: End of the last node to end; None before.
         issued: Collectives of each group so far.
         count: Chunks of collectives so far.
-        end: Called with a node, ends it.
+        end: Callback that ends a node.
     """
 
     nodes: RankNodes
@@ -130,17 +130,17 @@ class AstraEngine:
 
     Args:
         ranks: The nodes of every rank, in order.
-        groups: Members of each group that has a name.
+        groups: Members of each named group.
         fabric: The network.
-        dimensions: What collectives do.
+        dimensions: Algorithms of collectives.
         aware: Whether links are queues.
         memory_rate: Bytes per second at which a rank reads or writes.
-        width: Chunks of a dimension under way at once.
-        algorithms: Messages of the collectives of a kind, in the place of those that the dimensions have.
-        whole: Whether collectives are worked out as a whole where none of their messages meets another one's, else
-            message by message, which takes longer.
-        recorded: Whether communication takes as long as its nodes say, once all its ranks are there, whatever the
-            network.
+        width: Max chunks in flight per dimension.
+        algorithms: Messages of the collectives of a kind, instead of those of the dimensions.
+        whole: Whether a collective is computed as a whole if none of its messages contend, rather
+            than message by message, which takes longer.
+        recorded: Whether communication takes its recorded duration once all its ranks have arrived,
+            whatever the network.
     """
 
     def __init__(
@@ -168,9 +168,7 @@ class AstraEngine:
         apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
         self._rotates = whole and width == 1 and not dimensions.windows
         self._whole = self._rotates and apart
-        self._apart_in_time = (
-            not aware or self._whole
-        )  # what ranks do at one time is the same in any order
+        self._apart_in_time = not aware or self._whole  # ranks may run in any order at one time
         self._recorded = recorded
         self._link_free = (
             np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
@@ -196,7 +194,7 @@ class AstraEngine:
         self._everybody = tuple(range(len(ranks)))
 
     def run(self) -> None:
-        """Run to the end, or until nothing can go on.
+        """Runs to the end, or until no rank can proceed.
 
         Raises:
             UsageError: slug `times-too-long`.
@@ -205,11 +203,11 @@ class AstraEngine:
             for rank in self.ranks:
                 self._issue(rank)
             self.clock.run()
-        except OverflowError as error:  # of a time without end
+        except OverflowError as error:  # of an infinite time
             raise make_too_long_error() from error
 
     def _issue(self, rank: RunningRank) -> None:
-        """Begin what is ready and has its slot free, in the order of ids."""
+        """Starts ready nodes whose slot is free, in the order of ids."""
         action, busy = rank.nodes.action, rank.busy
         selected: list[int] = []
         for slot, ready in enumerate(rank.ready):
@@ -259,10 +257,10 @@ class AstraEngine:
                     self._mailbox.send(key, own_rank, message.peer, message.size, ended, took)
 
     def _follow(self, rank: RunningRank, node: int) -> None:
-        """A node that takes a time, and those that come one after the other after it, where the
-        rank does nothing else.
+        """Runs a timed node and the chain of nodes after it at once, if the rank has nothing else
+        to do.
 
-        Nothing can come between them, and only their end is an event.
+        Nothing can come between them, so only the end of the chain is an event.
         """
         nodes, remaining = rank.nodes, rank.left
         first, follower, action, duration = (
@@ -287,7 +285,7 @@ class AstraEngine:
         rank.queues.after(time - self.clock.now + duration[node], rank.end, node)
 
     def _leave(self, rank: RunningRank, node: int) -> None:
-        """A node is over: what waited for it may begin."""
+        """Ends a node, which may make its successors ready."""
         nodes = rank.nodes
         rank.end_ns[node] = self.clock.now
         slot = nodes.slot[node]
@@ -359,10 +357,10 @@ class AstraEngine:
         meeting.begin_ns[position], meeting.node[position] = self.clock.now, node
         meeting.counts[position] = rank.count
         if message.kind != meeting.kind:
-            return  # as below
+            return  # never matches, as below
         chunks_of = (
             self._dimensions.chunks
-        )  # other sizes may come to the same chunks; an algorithm has its own
+        )  # different sizes may yield the same chunks; an algorithm has its own
         if message.size != meeting.size and (
             self._recorded
             or not (
@@ -370,10 +368,10 @@ class AstraEngine:
                 or chunks_of(message.kind, message.size) == chunks_of(message.kind, meeting.size)
             )
         ):
-            return  # each waits for what the others do not do: the run ends there, and says so
+            return  # the ranks never match, so the run ends in a reported deadlock
         matches_by_count = not label and not algorithm and not self._recorded
         if matches_by_count and rank.count != meeting.count:
-            return  # as above: of all ranks' collectives ASTRA-sim matches the chunks by this count
+            return  # as above: ASTRA-sim matches chunks of all-rank collectives by this count
         meeting.came += 1
         if self._recorded:
             if meeting.came == len(group):
@@ -385,8 +383,8 @@ class AstraEngine:
             return
         rank.count += len(meeting.chunks) or 1
         if algorithm:
-            # A rank's own position is that among the group's ranks in ascending order, its peers'
-            # in the group's order.
+            # A rank's own position is its index among the sorted ranks, its peers' positions are in
+            # the group's order.
             Carried(
                 algorithm(len(group))[sorted(meeting.group).index(rank.nodes.rank)],
                 find_group_ranks(message.group, self._groups, len(self.ranks)) or self._everybody,
@@ -398,14 +396,14 @@ class AstraEngine:
             if meeting.came == len(group):
                 self._meet(meeting)
         elif self._may_rotate(meeting):
-            if meeting.came == 1:  # see who else comes now
+            if meeting.came == 1:  # check which other ranks arrive at this time
                 self.clock.at(self.clock.now, self._rotate, meeting)
         else:
             self._begin_chunks(rank, meeting, position)
 
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
-        """Name of a collective's group, empty for all ranks, and its ranks; the group's order
-        counts for some ranks.
+        """Returns the name of a collective's group, empty for all ranks, and its ranks, whose order
+        matters for some ranks.
         """
         members = find_group_ranks(message.group, self._groups, len(self.ranks))
         if members is None:
@@ -419,7 +417,9 @@ class AstraEngine:
     def _chunks(
         self, message: Message, ranks: int, *, all_ranks: bool
     ) -> list[list[CollectivePhase]]:
-        """The phases of each chunk of a collective; one of a group does not choose its dimensions."""
+        """Returns the phases of each chunk of a collective; that of a group cannot select
+        dimensions.
+        """
         count, chunk = self._dimensions.chunks(message.kind, message.size)
         along = message.dimensions if all_ranks else None
         if not self._memory_rate:
@@ -433,7 +433,7 @@ class AstraEngine:
         ]
 
     def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
-        """Message by message."""
+        """Runs the chunks message by message."""
         remaining = [len(meeting.chunks)]
 
         def done() -> None:
@@ -455,7 +455,9 @@ class AstraEngine:
             stream.proceed()
 
     def _may_rotate(self, meeting: Meeting) -> bool:
-        """Whether all ranks may do the same at the same time, and it is much."""
+        """Returns whether all ranks may run in lockstep, and there are enough messages to make it
+        worthwhile.
+        """
         if (
             self.links is None
             or meeting.apart
@@ -467,8 +469,8 @@ class AstraEngine:
         return is_rotation(phase.schedule) and phase.schedule.messages > _MIN_ROTATION_MESSAGES
 
     def _rotate(self, meeting: Meeting) -> None:
-        """Work a collective out on one rank, where all have begun it just now and no message is
-        under way.
+        """Computes a collective from one rank, if all ranks have just started it and no message is
+        in flight.
         """
         now = self.clock.now
         assert self.links is not None
@@ -483,7 +485,7 @@ class AstraEngine:
                     self._begin_chunks(self.ranks[meeting.group[position]], meeting, position)
 
     def _meet(self, meeting: Meeting) -> None:
-        """All chunks of a collective whose ranks have all begun, one after the other."""
+        """Computes all chunks of a collective whose ranks have all started, one after the other."""
         begin_ns = np.array(meeting.begin_ns)
         first = int(begin_ns.min())
         phases = [phase for (phase,) in meeting.chunks]
@@ -516,7 +518,7 @@ class AstraEngine:
         begin_ns: Ints,
         transmit: Transmit,
     ) -> Ints:
-        """When the ranks of a collective are done, which began at different times."""
+        """Returns the ends of the ranks of a collective that started at different times."""
         is_direct = any(phase.window for phase in phases)
         free = self._link_free.copy() if is_direct and self._link_free is not None else None
         end, members = begin_ns, np.array(group)
@@ -536,7 +538,7 @@ class AstraEngine:
             self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
 
     def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
-        """Over links of their own, each of which serves one message after the other."""
+        """Returns arrivals over dedicated links, each of which serves its messages in sequence."""
         assert self._link_free is not None
         start_ns = np.maximum(sent_ns, self._link_free[source, target])
         occupied = size / self._fabric.bytes_per_ns(0)
@@ -548,12 +550,12 @@ _MAX_SENTENCES = 6
 
 
 def check_begun(engine: AstraEngine, delay_ns: int) -> None:
-    """Raise UsageError `not-for-astra-sim` where an event is asked for at time 0, which ASTRA-sim
-    cannot have.
+    """Raise UsageError `not-for-astra-sim` if an event is due at time 0, which ASTRA-sim cannot
+    handle.
 
     Args:
         engine: After its run.
-        delay_ns: Of an endpoint: before the first message of a collective of all ranks.
+        delay_ns: Delay of an endpoint before the first message of a collective of all ranks.
     """
     for rank in engine.ranks:
         rank_nodes = rank.nodes
@@ -574,9 +576,9 @@ def check_begun(engine: AstraEngine, delay_ns: int) -> None:
 
 
 def check_ended(engine: AstraEngine) -> None:
-    """Raise CheckError `deadlock` where a rank did not come to its end.
+    """Raise CheckError `deadlock` if a rank did not finish.
 
-    ASTRA-sim ends without a word there, and with exit code 0.
+    ASTRA-sim ends silently in that case, with exit code 0.
     """
     open_ranks = {rank.nodes.rank: rank for rank in engine.ranks if rank.ended < len(rank.nodes)}
     if not open_ranks:
@@ -604,14 +606,14 @@ def check_ended(engine: AstraEngine) -> None:
 
 
 def _describe_wait(engine: AstraEngine, rank: RunningRank) -> tuple[str, int]:
-    """What a rank waits in, and for which rank; -1 for none."""
+    """Returns the operation that a rank waits in, and the rank it waits for; -1 for none."""
     own_rank = rank.nodes.rank
     under_way = [
         node for node in range(len(rank.nodes)) if rank.begin_ns[node] >= 0 > rank.end_ns[node]
     ]
     for node in sorted(
         under_way, key=lambda node: rank.nodes.action[node] != COLLECTIVE
-    ):  # others wait for these
+    ):  # other ranks wait for these
         label, action = rank.nodes.label(node), rank.nodes.action[node]
         if action == COLLECTIVE:
             meeting = next(

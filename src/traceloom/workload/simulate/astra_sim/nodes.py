@@ -1,4 +1,4 @@
-"""The nodes of a rank ready to run; custom algorithms."""
+"""The nodes of a rank, prepared for the engine, and custom algorithms of collectives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.trace.array_types import Ints
 from traceloom.workload.simulate.astra_sim.streams import Mailbox, RankQueues
 
-CPU, GPU, COMMUNICATION, NOTHING = range(
-    4
-)  # what a node occupies on its rank: one node at a time each
+CPU, GPU, COMMUNICATION, NOTHING = range(4)  # slots of a rank, each occupied by one node at a time
 TIMED, COLLECTIVE, SEND, RECEIVE, SKIP = range(5)  # how a node ends
 KINDS = {
     int(CollectiveCommType.ALL_REDUCE): "all_reduce",
@@ -27,16 +25,17 @@ KINDS = {
     int(CollectiveCommType.ALL_TO_ALL): "all_to_all",
 }
 _BROADCAST = int(CollectiveCommType.BROADCAST)
-_NS_PER_US = 1000  # of a microsecond
+_NS_PER_US = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """How long computation takes.
+    """How durations of computation are determined.
 
     Attributes:
-        recorded: Whether communication, too, takes as long as recorded (`replay-only`).
-        roofline: Whether GPU nodes take as long as a roofline says: operations per second, bytes per second.
+        recorded: Whether communication, too, takes its recorded duration (`replay-only`).
+        roofline: FLOP/s and bytes per second that determine the durations of GPU nodes; None for
+            recorded durations.
     """
 
     recorded: bool = False
@@ -45,15 +44,15 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a node communicates.
+    """The communication of a node.
 
     Attributes:
-        kind: Of a collective: all_reduce, ...; else empty.
+        kind: Kind of a collective: all_reduce, ...; else empty.
         size: Bytes.
         peer: The other rank of a send or receive, else -1.
-        tag: What tells messages between the same ranks apart.
+        tag: Distinguishes messages between the same ranks.
         group: Name of a collective's group as written; None for all ranks.
-        dimensions: Of a collective of all ranks: which dimensions take part; None for all.
+        dimensions: Which dimensions take part in a collective of all ranks; None for all.
     """
 
     kind: str
@@ -69,16 +68,16 @@ class RankNodes:
     """One rank's nodes in the order of their ids.
 
     Attributes:
-        rank: Which.
+        rank: The rank.
         table: The file.
         row: Row of each node in the file's table.
-        slot: What each occupies: `CPU`, ..., `NOTHING`.
-        action: How each ends: `TIMED`, ..., `SKIP`.
-        duration_ns: Of those that are `TIMED`.
-        waits: How many nodes each waits for.
-        first: Where each node's followers begin in `follower`; one more at the end.
-        follower: Who waits for each.
-        messages: What each node that communicates does.
+        slot: Slot that each node occupies: `CPU`, ..., `NOTHING`.
+        action: How each node ends: `TIMED`, ..., `SKIP`.
+        duration_ns: Durations of `TIMED` nodes.
+        waits: Number of dependencies of each node.
+        first: Where each node's successors start in `follower`, plus a final end.
+        follower: Successors of all nodes.
+        messages: The communication of communicating nodes.
     """
 
     rank: int
@@ -96,16 +95,16 @@ class RankNodes:
         return len(self.row)
 
     def label(self, node: int) -> str:
-        """A node as a sentence names it."""
+        """Returns the name of a node for messages."""
         row = int(self.row[node])
         return f"node {self.table.nodes['id'][row]} `{self.table.nodes['name'][row]}`"
 
 
 def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes:
-    """Make a file ready.
+    """Prepares the nodes of a file.
 
     Raises:
-        InputError: `not-for-astra-sim`: it holds what ASTRA-sim stops at.
+        InputError: `not-for-astra-sim`: it contains nodes on which ASTRA-sim aborts.
     """
     nodes = table.nodes
     ids = nodes["id"].to_numpy()
@@ -132,8 +131,8 @@ def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes
         )
     ranked = np.empty(len(order), np.int64)
     ranked[order] = np.arange(len(order))
-    # Dependencies as pairs of positions in the order of ids, each pair once; a query of Polars
-    # would take longer.
+    # Dependencies as distinct pairs of positions in the order of ids; a Polars query would take
+    # longer.
     rows = np.concatenate([table.data.row, table.control.row])
     awaited = np.concatenate([table.data.id, table.control.id])
     position = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
@@ -164,7 +163,7 @@ def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes
 
 
 def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> dict[int, Message]:
-    """What the nodes communicate, by their position in the order of ids."""
+    """Returns the communication of the nodes, by position in the order of ids."""
     positions = np.flatnonzero((action[order] >= COLLECTIVE) & (action[order] <= RECEIVE))
     names = (
         "comm_type",
@@ -184,7 +183,7 @@ def _build_messages(rank: int, table: NodeFrame, order: Ints, action: Ints) -> d
         name = KINDS.get(comm_type, "") if kind == COLLECTIVE else ""
         own_rank, peer = (source, target) if kind == SEND else (target, source)
         if kind == COLLECTIVE:
-            # Of nothing ASTRA-sim makes chunks as small as they can be, but no all_gather.
+            # For size 0, ASTRA-sim makes minimal chunks, except for all_gather.
             absent = size is None or size < 0 or (not size and name == "all_gather")
         else:
             absent = size is None or size < 1
@@ -249,7 +248,7 @@ def _classify_actions(table: NodeFrame, compute: Compute) -> tuple[Ints, Ints]:
 
 
 def _compute_durations(table: NodeFrame, compute: Compute) -> Ints:
-    """Recorded microseconds in ns; what is recorded as nothing takes 1 ns."""
+    """Returns recorded microseconds in ns; a recorded duration of 0 becomes 1 ns."""
     nodes = table.nodes
     recorded: Ints = np.maximum(nodes["duration_us"].to_numpy().astype(np.int64) * _NS_PER_US, 1)
     if not compute.roofline:
@@ -283,10 +282,10 @@ def _refuse(table: NodeFrame, wrong: Ints, order: Ints | None, reason: str) -> N
 def find_group_ranks(
     name: str | None, groups: dict[str, tuple[int, ...]] | None, ranks: int
 ) -> tuple[int, ...] | None:
-    """The ranks of a node's group in the order of the group file, None for all ranks.
+    """Returns the ranks of a node's group in the order of the group file, None for all ranks.
 
     Raises:
-        UsageError: `no-such-group`: the group file does not name it, or names ranks that are not there.
+        UsageError: `no-such-group`: it is not in the group file, or has ranks outside the workload.
     """
     if name in (None, "", "0"):
         return None
@@ -306,10 +305,10 @@ def find_group_ranks(
 
 
 def find_position(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
-    """The position of a node's rank in the node's group.
+    """Returns the position of a node's rank in the node's group.
 
     Raises:
-        UsageError: `no-such-group`: it is not in it.
+        UsageError: `no-such-group`: the rank is not in the group.
     """
     if nodes.rank not in group:
         raise UsageError(
@@ -325,16 +324,18 @@ def find_position(group: tuple[int, ...], nodes: RankNodes, node: int) -> int:
 
 
 def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
-    """Read the files `PREFIX.<position>.et` of an algorithm: what each position of a group does.
+    """Reads the files `PREFIX.<position>.et` of an algorithm, with the nodes of each position of a
+    group.
 
     The peers of its messages are positions.
 
     Args:
-        prefix: Directory and beginning of the names.
-        ranks: How many there must be.
+        prefix: Directory and prefix of the names.
+        ranks: Required number of files.
 
     Raises:
-        InputError: `bad-algorithm`: one is missing, or holds other things than sends, receives and computation.
+        InputError: `bad-algorithm`: a file is missing, or contains nodes other than sends, receives
+            and computation.
     """
     positions = []
     for position in range(ranks):
@@ -366,13 +367,14 @@ def read_algorithm(prefix: str, ranks: int) -> list[RankNodes]:
 
 
 class Carried:
-    """One rank's part of such a collective: everything that waits for nothing begins at once.
+    """One rank's part of a collective with a custom algorithm: all nodes without dependencies start
+    at once.
 
     Args:
-        nodes: Of its position.
+        nodes: Nodes of its position.
         group: The rank at each position.
-        queues: Of the rank.
-        mailbox: Where messages go.
+        queues: Queues of the rank.
+        mailbox: Transmits the messages.
         done: Called at the end.
     """
 

@@ -1,4 +1,4 @@
-"""A workload on ASTRA-sim's machine, with ASTRA-sim's own configuration."""
+"""Running a workload on ASTRA-sim's machine, with ASTRA-sim's own configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from traceloom.workload.simulate.astra_sim.nodes import (
 )
 from traceloom.workload.simulate.result import COLLECTIVES, LINKS, NODES, RANKS, Simulation
 
-MAX_END_DEVIATION = 0.05  # of the measurement: how far a rank may end from it
+MAX_END_DEVIATION = 0.05  # max relative deviation of a rank's end from the measurement
 _KIND_BY_SLOT = {CPU: "host", GPU: "kernel", COMMUNICATION: "communication", NOTHING: "receive"}
 
 
@@ -49,19 +49,23 @@ def simulate(
     congestion_aware: bool = False,
     algorithms: Mapping[str, str | Path] | None = None,
 ) -> Simulation:
-    """Simulate a set of `.et` files as ASTRA-sim does: every rank ends at the same nanosecond.
+    """Simulate a set of `.et` files exactly as ASTRA-sim does: every rank ends at the same
+    nanosecond as there.
 
     Args:
         workload: The files, one per rank, and the groups.
-        network: Its network file.
-        system: Its system file.
-        congestion_aware: Whether links are queues (its congestion-aware back end), or no message meets another one.
-        algorithms: Kind -> the prefix of the `.et` files that carry it out, besides those of the system file.
+        network: ASTRA-sim's network file.
+        system: ASTRA-sim's system file.
+        congestion_aware: Whether links are queues (its congestion-aware backend), or messages never
+            contend.
+        algorithms: Kind -> the prefix of the `.et` files that implement it, in addition to those of
+            the system file.
 
     Raises:
-        UsageError: slugs `ranks-differ`, `not-for-astra-sim`, `no-such-group`, `bad-collective`, `no-such-schedule`.
+        UsageError: slugs `ranks-differ`, `not-for-astra-sim`, `no-such-group`, `bad-collective`,
+            `no-such-schedule`.
         InputError: slugs `not-for-astra-sim`, `bad-algorithm`.
-        CheckError: `deadlock`: ranks wait for each other; ASTRA-sim ends without a word there.
+        CheckError: `deadlock`: ranks wait for each other; ASTRA-sim ends silently in that case.
     """
     roofline = (system.peak_perf * 1e12, system.local_mem_bw * 1e9) if system.roofline else None
     compute = Compute(
@@ -143,7 +147,7 @@ def _make_rejected_algorithm(kind: str, prefix: str, splits: int) -> Algorithm:
 
 
 def find_measured_end_times(graph: Graph) -> dict[int, int]:
-    """When each rank of a graph ended, in ns from the beginning of the job."""
+    """Returns the end of each rank of a graph, in ns from the beginning of the job."""
     recorded_nodes = graph.nodes.filter(pl.col("lane").is_not_null()).with_columns(
         end=pl.col("start_ns") + pl.col("duration_ns")
     )
@@ -158,14 +162,14 @@ def find_measured_end_times(graph: Graph) -> dict[int, int]:
 
 
 def simulate_with_recorded_transfers(workload: Workload) -> list[int]:
-    """When each rank ends on ASTRA-sim's machine if every transfer takes as long as its node says,
-    in ns.
+    """Returns the end of each rank on ASTRA-sim's machine, in ns, if every transfer takes its
+    recorded duration.
 
-    What differs from the recording is then due to the machine: its few resources per rank, its
+    Differences from the recording are then due to the machine: its few resources per rank, and its
     order.
 
     Raises:
-        UsageError, InputError, CheckError: As of `simulate`.
+        UsageError, InputError, CheckError: As `simulate` raises.
     """
     rank_count = len(workload.ranks)
     placeholder_network = AnalyticalNetwork(("FullyConnected",), (rank_count,), (1.0,), (0.0,))
@@ -186,7 +190,7 @@ def simulate_with_recorded_transfers(workload: Workload) -> list[int]:
 def _build_nodes_of_all_ranks(
     workload: Workload, rank_count: int, compute: Compute
 ) -> list[RankNodes]:
-    """The nodes of all ranks, from 0."""
+    """Returns the nodes of all ranks, from 0."""
     recorded_ranks = sorted(rank for rank in workload.ranks if rank is not None)
     if recorded_ranks != list(range(rank_count)) or len(workload.ranks) != rank_count:
         present = ", ".join(map(str, recorded_ranks[:8])) + (
@@ -283,7 +287,7 @@ def _assemble_simulation(
 
 
 def _build_rank_row(rank: RunningRank) -> dict[str, int]:
-    """One row of `Simulation.ranks`."""
+    """Returns one row of `Simulation.ranks`."""
     start_ns, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
     slot = np.asarray(rank.nodes.slot)
 
@@ -307,7 +311,7 @@ def _build_rank_row(rank: RunningRank) -> dict[str, int]:
 
 
 def _build_node_table(ranks: list[RunningRank]) -> pl.DataFrame:
-    """`Simulation.nodes`: the node is its id in its rank's file."""
+    """Returns `Simulation.nodes`; `node` is its id in its rank's file."""
     names = [
         rank.nodes.table.nodes.select(node=pl.col("id"), name="name")[rank.nodes.row]
         for rank in ranks
@@ -331,7 +335,7 @@ def _build_node_table(ranks: list[RunningRank]) -> pl.DataFrame:
 
 
 def _build_link_table(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataFrame:
-    """`Simulation.links`, of links that are queues."""
+    """Returns `Simulation.links`, if links are queues."""
     usage = engine.links.usage if engine.links else {}
     switch_node = network.sizes[0]
     switch_name = {switch_node: "switch"} if network.topologies[0] == "Switch" else {}
@@ -351,7 +355,7 @@ def _build_link_table(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataF
 
 
 def _fill_and_cast_columns(frame: pl.DataFrame, schema: pl.Schema) -> pl.DataFrame:
-    """As declared; what this mode does not know is null."""
+    """Casts to the schema; columns that this mode lacks are null."""
     null_columns = [
         pl.lit(None, kind).alias(name) for name, kind in schema.items() if name not in frame.columns
     ]

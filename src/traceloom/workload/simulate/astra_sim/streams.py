@@ -1,8 +1,9 @@
-"""Collectives message by message; closed forms where they hold.
+"""Running collectives message by message, and for all ranks at once where that is exact.
 
-Where all ranks of a ring, a switch or a full mesh begin at once, and each sends to the ranks at the
-same distances, every link of one kind sees the same messages at the same times. What the one rank
-sends to a distance arrives at itself, as what the rank at that distance before it has sent.
+If all ranks of a ring, a switch or a full mesh start at once, and each sends to the ranks at the
+same distances, every link of one kind sees the same messages at the same times. A message that one
+rank sends to a distance then also stands for the one that arrives at it from the rank at that
+distance before it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     get_members,
 )
 
-# Of one position in one round: messages out (position, bytes) and in (position, bytes, reduced
-# bytes), in their order.
+# One position in one round: messages out (position, bytes) and in (position, bytes, reduced
+# bytes), in order.
 Step = tuple[list[tuple[int, int]], list[tuple[int, int, int]]]
 
 
 @lru_cache(maxsize=64)
 def build_steps(schedule: Schedule) -> list[list[Step]]:
-    """The rounds of each position in which it has a part; equal rounds are one object."""
+    """Returns the rounds of each position in which it takes part; equal rounds are one object."""
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
     steps_by_round: dict[int, list[tuple[int, Step]]] = {}
     for part in schedule.rounds:
@@ -79,12 +80,12 @@ def _split_round(part: Round, ranks: int) -> list[tuple[int, Step]]:
 
 
 class Mailbox:
-    """Messages under way or arrived, and who waits for them: the k-th send of a key is the k-th
-    receive of it.
+    """Messages in flight or arrived, and pending receives; the k-th send with a key matches the
+    k-th receive.
 
     Args:
-        clock: When things happen.
-        transmit: Sends a message: (source, target, bytes, arrive, what).
+        clock: The event queue.
+        transmit: Sends a message: (source, target, bytes, arrive, payload).
     """
 
     def __init__(self, clock: Clock, transmit: Callable[[int, int, int, Event, Any], None]) -> None:
@@ -92,7 +93,7 @@ class Mailbox:
         self._arrived: dict[Any, int] = {}
         self._awaited: dict[Any, deque[Callable[[], None]]] = {}
 
-    def send(  # noqa: PLR0917  (a message's ends and size are its name)
+    def send(  # noqa: PLR0917  (a message is identified by its ends and size)
         self,
         key: Any,
         source: int,
@@ -101,8 +102,8 @@ class Mailbox:
         sent: Callable[[], None] | None = None,
         took_ns: int | None = None,
     ) -> None:
-        """Send now; `sent` is called when the message is there, received or not; `took_ns` goes
-        past the network.
+        """Sends now; `sent` is called on arrival, whether or not it is received; `took_ns` bypasses
+        the network.
         """
         if took_ns is None:
             self._transmit(source, target, size, self._arrive, (key, sent))
@@ -110,8 +111,8 @@ class Mailbox:
             self._clock.at(self._clock.now + took_ns, self._arrive, (key, sent))
 
     def receive(self, key: Any, received: Callable[[], None]) -> None:
-        """Wait for a message; of one that is there already `received` is called at this time, but
-        later.
+        """Waits for a message; if it has already arrived, `received` is still called as a later
+        event of the current time.
         """
         if self._arrived.get(key):
             self._arrived[key] -= 1
@@ -132,14 +133,14 @@ class Mailbox:
 
 @dataclass(slots=True)
 class RankQueues:
-    """One rank's queues, and its events: those of one time happen together, in their order.
+    """The queues of one rank, and its events: events of one time run together, in order.
 
     Attributes:
-        rank: Which.
-        clock: When things happen.
-        width: How many chunks of a dimension are under way at once.
-        waiting: Of each dimension, its chunks: those under way first.
-        running: Of each dimension, how many are under way.
+        rank: The rank.
+        clock: The event queue.
+        width: Max chunks in flight per dimension.
+        waiting: Chunks by dimension, those in flight first.
+        running: Number of chunks in flight by dimension.
     """
 
     rank: int
@@ -150,7 +151,7 @@ class RankQueues:
     _events: dict[int, list[tuple[Event, Any]]] = field(default_factory=dict)
 
     def after(self, delay_ns: int, event: Event, payload: Any = None) -> None:
-        """Call `event(what)` after a time."""
+        """Calls `event(payload)` after a delay."""
         time = self.clock.now + delay_ns
         events = self._events.get(time)
         if events is None:
@@ -166,14 +167,15 @@ class RankQueues:
         del self._events[now]
 
     def add(self, stream: CollectiveStream, dimension: int) -> None:
-        """A chunk asks for a dimension, after all others.
+        """Queues a chunk for a dimension, after all others.
 
-        Whatever the scheduling policy: it orders collectives, of which a rank does one at a time.
+        The scheduling policy does not matter here: it orders collectives, of which a rank runs one
+        at a time.
         """
         self.waiting.setdefault(dimension, []).append(stream)
 
     def fill(self, dimension: int) -> None:
-        """Begin as many chunks as may be under way."""
+        """Starts chunks up to the limit in flight."""
         queue = self.waiting.get(dimension, [])
         while (running := self.running.get(dimension, 0)) < min(self.width, len(queue)):
             self.running[dimension] = running + 1
@@ -184,11 +186,11 @@ class CollectiveStream:
     """One rank's part of one chunk.
 
     Args:
-        queues: Of the rank.
-        mailbox: Where messages go.
-        tag: Equal on all ranks of the chunk, and on no other chunk's.
+        queues: Queues of the rank.
+        mailbox: Transmits the messages.
+        tag: Identifies the chunk; equal on all its ranks.
         group: Ranks of the collective.
-        phases: What to do.
+        phases: Phases to run.
         memory_rate: Bytes per second at which a rank reads or writes.
         done: Called at the end.
     """
@@ -210,7 +212,7 @@ class CollectiveStream:
         self._steps: list[Step] = []
 
     def proceed(self) -> None:
-        """Leave the phase, if any, and ask for the next one."""
+        """Leaves the current phase, if any, and queues for the next one."""
         previous_phase = self._phase
         if not self._phases:
             self._done()
@@ -226,7 +228,7 @@ class CollectiveStream:
             self._queues.fill(self._phase.dimension)
 
     def begin(self) -> None:
-        """The phase's turn has come."""
+        """Starts the phase when its turn in the queue has come."""
         phase = self._phase
         assert phase is not None
         members = get_members(phase, self._queues.rank, self._group)
@@ -241,7 +243,7 @@ class CollectiveStream:
             self._go(None)
 
     def _go(self, _: Any) -> None:
-        """The messages of a step; a group of one rank has none."""
+        """Starts the messages of a step; a group of one rank has none."""
         if not self._steps:
             self.proceed()
             return
@@ -256,9 +258,9 @@ class CollectiveStream:
             self._next()
 
     def _go_on(self, free_slots: int) -> None:
-        """The next messages of a window in which there is room for so many more.
+        """Sends the next messages of a window with `free_slots` free slots.
 
-        The second step begins once all messages of the first have arrived, reduced or not.
+        The second step starts once all messages of the first have arrived, reduced or not.
         """
         phase = self._phase
         assert phase is not None
@@ -294,7 +296,7 @@ class CollectiveStream:
         self._queues.after(phase.delay_ns, self._reduce, reduced)
 
     def _reduce(self, reduced: int) -> None:
-        if reduced:  # it is read twice and written once
+        if reduced:  # two reads and one write
             self._queues.after(3 * int(reduced / self._rate * 1e9), self._have, None)
         else:
             self._have(None)
@@ -316,12 +318,14 @@ class CollectiveStream:
             self.proceed()
 
 
-# (source, target, bytes, sent at) -> there at, all in the order of the messages
+# (source, target, bytes, time sent) -> time of arrival, all in the order of the messages
 Transmit = Callable[[Ints, Ints, Ints, Ints], Ints]
 
 
 class NoRecurrenceError(Exception):
-    """The order of events decides: rounds for all ranks at once cannot say it."""
+    """The result depends on the order of events, so rounds cannot be computed for all ranks at
+    once.
+    """
 
 
 def simulate_messages(
@@ -331,8 +335,8 @@ def simulate_messages(
     memory_rate: float,
     transmit: Transmit,
 ) -> Ints:
-    """When each rank is done with all chunks of a collective, message by message; arguments as of
-    `ends`.
+    """Returns the end of each rank for all chunks of a collective, message by message; arguments as
+    in `compute_phase_ends`.
     """
     clock = Clock()
     end = begin_ns.copy()
@@ -368,17 +372,17 @@ def simulate_messages(
 def compute_phase_ends(
     phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
-    """When each rank is done with one phase of one chunk.
+    """Returns the end of each rank for one phase of one chunk.
 
     Args:
-        phase: What is done.
+        phase: The phase.
         members: The rank at each position.
-        begin_ns: When each position begins; shape (ranks,).
+        begin_ns: Start of each position; shape (ranks,).
         memory_rate: Bytes per second at which a rank reads or writes.
-        transmit: When messages are there; called once per round.
+        transmit: Returns arrival times; called once per round.
 
     Raises:
-        NoRecurrenceError: It must be done message by message.
+        NoRecurrenceError: It must be simulated message by message.
     """
     schedule, delay = phase.schedule, phase.delay_ns
     ready = begin_ns + np.where(_find_first_senders(schedule), delay, 0)
@@ -408,7 +412,7 @@ def compute_phase_ends(
 
 @lru_cache(maxsize=64)
 def _find_first_senders(schedule: Schedule) -> Bools:
-    """Places that send in the first round in which they have a part."""
+    """Returns which positions send in the first round that they take part in."""
     first = np.full(schedule.ranks, len(schedule.rounds))
     sends = first.copy()
     for number, part in enumerate(schedule.rounds):
@@ -420,7 +424,7 @@ def _find_first_senders(schedule: Schedule) -> Bools:
 
 
 def _compute_reduction_ns(part: Round, memory_rate: float) -> Ints:
-    """What reducing takes: the message is read twice and written once."""
+    """Returns the time of reductions: a message is read twice and written once."""
     reading = convert_to_ns(part.reduced / memory_rate * 1e9)
     return 3 * reading
 
@@ -428,9 +432,7 @@ def _compute_reduction_ns(part: Round, memory_rate: float) -> Ints:
 def _compute_all_to_all_ends(
     phase: CollectivePhase, members: Ints, ready: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
-    """Two rounds of everybody to everybody; the second one begins once all of the first has
-    arrived.
-    """
+    """Two all-to-all rounds; the second one starts once all of the first has arrived."""
     ranks = phase.schedule.ranks
     first, second = phase.schedule.rounds
     senders, receivers = (
@@ -449,7 +451,7 @@ def _compute_all_to_all_ends(
     have = np.sort(arrived, axis=0) + phase.delay_ns + _compute_reduction_ns(first, memory_rate)[0]
     last = arrived.max(axis=0)
     begun = np.where(have >= last, have, np.iinfo(np.int64).max).min(axis=0)
-    sent = np.maximum(have, begun)  # the k-th message of each position
+    sent = np.maximum(have, begun)  # of the k-th message of each position
     source_sent = np.take_along_axis(sent, senders, axis=1).ravel()
     arrival_ns = transmit(members[second.source], members[second.target], second.bytes, source_sent)
     posted = np.take_along_axis(sent, receivers, axis=1).ravel()
@@ -457,7 +459,7 @@ def _compute_all_to_all_ends(
         np.maximum(arrival_ns, posted) + phase.delay_ns + _compute_reduction_ns(second, memory_rate)
     )
     if (have == last).any() or (done < have[-1][second.target]).any():
-        raise NoRecurrenceError  # what comes first at one time matters, or what comes back early makes room to send
+        raise NoRecurrenceError  # the order at equal times matters, or an early arrival frees a slot
     end: Ints = have[-1].copy()
     np.maximum.at(end, second.target, done)
     return end
@@ -465,7 +467,7 @@ def _compute_all_to_all_ends(
 
 @lru_cache(maxsize=64)
 def is_rotation(schedule: Schedule) -> bool:
-    """Whether all ranks send the same, each to the ranks at the same distances."""
+    """Returns whether all ranks send the same messages, each to the ranks at the same distances."""
     seen_rounds: set[int] = set()
     for part in schedule.rounds:
         if id(part) in seen_rounds:
@@ -485,7 +487,7 @@ def is_rotation(schedule: Schedule) -> bool:
 
 @lru_cache(maxsize=64)
 def _select_first_position(schedule: Schedule) -> Schedule:
-    """The messages of position 0; equal rounds stay one."""
+    """Returns the messages of position 0; equal rounds stay one object."""
     selected_rounds = {}
     for part in schedule.rounds:
         if id(part) not in selected_rounds:
@@ -500,10 +502,10 @@ def _select_first_position(schedule: Schedule) -> Schedule:
 
 
 class _OneRank(Links):
-    """The links of rank 0, each of which stands for its likes."""
+    """The links of rank 0, each of which represents all links of its kind."""
 
     def route(self, source: int, target: int) -> list[Link]:
-        """The links by their likes: those of rank 0."""
+        """Returns the corresponding links of rank 0."""
         count = self._fabric.sizes[0]
         return [
             (0, (b - a) % count) if max(a, b) < count else (0, count) if b == count else (count, 0)
@@ -514,7 +516,7 @@ class _OneRank(Links):
 def simulate_synchronous(
     fabric: AnalyticalNetwork, chunks: list[list[CollectivePhase]], memory_rate: float
 ) -> tuple[int, dict[Link, list[int]]]:
-    """How long a collective takes that all ranks begin at once, and what it does to each link.
+    """Returns how long a collective takes that all ranks start at once, and the usage of each link.
 
     Args:
         fabric: One dimension.
