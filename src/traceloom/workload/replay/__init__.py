@@ -1,1 +1,1 @@
-"""Running a recorded workload again."""
+"""Replaying a recorded workload."""

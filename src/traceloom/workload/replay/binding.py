@@ -1,9 +1,9 @@
-"""A recorded call -> PyTorch's function.
+"""Binding a recorded call to PyTorch's function.
 
 A call names an op by its recorded schema. The op of this PyTorch may have another one: arguments
-are matched by name, those that it does not need are left to their defaults, and what cannot be
-matched is said. Functions are PyTorch's builtins of one overload: of all ways to call an op from
-Python that cannot end in another overload, the fastest.
+are matched by name, those that are not needed keep their defaults, and mismatches are reported.
+Functions are PyTorch's builtins of one overload: the fastest way to call an op from Python that
+cannot end up in another overload.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 class ReplacementOp(NamedTuple):
-    """The op that is called instead.
+    """An op that is called instead of a recorded one.
 
     Attributes:
         name: The op with its overload.
-        renamed: Its arguments that the recorded op has by another name; the others are of equal names.
-        constants: Its arguments that the recorded op does not have.
+        recorded_names: Its arguments that have another name in the recorded op -> that name.
+        constants: Values of arguments that the recorded op does not have.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ReplacementOp(NamedTuple):
     constants: Mapping[str, Any] = {}
 
     def values(self, recorded: Mapping[str, Any], argument_names: list[str]) -> dict[str, Any]:
-        """Values of its arguments, which have these names, from those of the recorded op."""
+        """Returns the values of its arguments from those of the recorded op."""
         values_by_name = {
             name: recorded[old]
             for name in argument_names
@@ -56,15 +56,15 @@ class ReplacementOp(NamedTuple):
 
 PINNING_OPS = ("aten::pin_memory", "aten::_pin_memory")
 _REPLACEMENTS = {
-    # They take whatever geometry they are given; their twins see that it lies within the storage.
+    # They accept any geometry; their replacements check that it lies within the storage.
     "aten::_reshape_alias": ReplacementOp("aten::as_strided"),
     "aten::_reshape_alias_copy": ReplacementOp("aten::as_strided_copy"),
-    # A storage cannot be handed over as such: the twins take a tensor and use its storage.
+    # A storage cannot be passed as such: the replacements take a tensor and use its storage.
     "aten::set_.source_Storage": ReplacementOp("aten::set_.source_Tensor"),
     "aten::set_.source_Storage_storage_offset": ReplacementOp(
         "aten::set_.source_Tensor_storage_offset"
     ),
-    # Where everything is on one device, a copy into pinned memory is a copy.
+    # If everything is on one device, a copy into pinned memory is just a copy.
     **dict.fromkeys(PINNING_OPS, ReplacementOp("aten::clone")),
     # A replay's tensors may be views, which cannot be detached in place.
     "aten::detach_": ReplacementOp("aten::detach"),
@@ -81,7 +81,7 @@ _NATIVE_BATCH_NORM_BACKWARD = ReplacementOp(
 _GENERIC_CONVOLUTION = ReplacementOp(
     "aten::convolution", {"input": "self"}, {"transposed": False, "output_padding": [0]}
 )
-# What libraries of GPUs do, and the CPU by other ops. Dropout within attention does not exist
+# Ops of GPU libraries for which the CPU has others. Dropout within attention does not exist
 # there.
 _CPU_REPLACEMENTS = {
     "aten::cudnn_batch_norm": _NATIVE_BATCH_NORM,
@@ -116,22 +116,25 @@ _CPU_REPLACEMENTS = {
 
 
 def find_replacement(name: str, device: str) -> ReplacementOp | None:
-    """The op to call for another on a kind of device (`cpu`, `cuda`, `meta`); None: itself."""
+    """Returns the op to call instead of another on a kind of device (`cpu`, `cuda`, `meta`); None
+    for the op itself.
+    """
     return _REPLACEMENTS.get(name) or (_CPU_REPLACEMENTS.get(name) if device == "cpu" else None)
 
 
 ArgumentPath = tuple[int | str, ...]
 RECORD_STREAM = "aten::record_stream"
-"""An op whose stream no trace tells: it is run for the stream on which the replay has the next op
-on that memory.
+"""An op whose stream is in no trace: it is run for the stream of the replay's next op on that
+memory.
 """
 
 
 class BindError(Exception):
-    """An op of the plan that this PyTorch cannot be made to run.
+    """An op of the plan that this PyTorch cannot run.
 
     Attributes:
-        slug: `unknown-op`, `custom-op`, `refused-op`, `unreadable-schema`, `other-schema` or `unknown-argument`.
+        slug: `unknown-op`, `custom-op`, `refused-op`, `unreadable-schema`, `other-schema` or
+            `unknown-argument`.
         text: What is wrong.
     """
 
@@ -142,7 +145,7 @@ class BindError(Exception):
 
 
 def require_torch() -> None:
-    """See that PyTorch is there.
+    """Checks that PyTorch is installed.
 
     Raises:
         InputError: slug `no-torch`.
@@ -157,14 +160,14 @@ def require_torch() -> None:
 
 @dataclass(slots=True)
 class BoundCall:
-    """A call as Python makes it: `function(*arguments, **keywords)`, once the tensors stand in
-    their places.
+    """A Python call: `function(*arguments, **keywords)`, once the tensors are inserted.
 
     Attributes:
         function: PyTorch's builtin of one overload.
-        arguments: By position; None where a tensor goes.
+        arguments: By position; None in place of a tensor.
         keywords: By name.
-        places: Where tensors go: a path (position or name, then positions in lists) and the number of the input.
+        places: Where tensors go: a path (position or name, then positions in lists) and the number
+            of the input.
     """
 
     function: Callable[..., Any]
@@ -173,7 +176,7 @@ class BoundCall:
     places: list[tuple[ArgumentPath, int]] = field(default_factory=list)
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """Call it with the op's inputs."""
+        """Calls the function with the op's inputs."""
         arguments = [_copy_lists(value) for value in self.arguments]
         keywords = {name: _copy_lists(value) for name, value in self.keywords.items()}
         for path, input_index in self.places:
@@ -193,18 +196,18 @@ def bind_call(
     recorded_torch: str | None = None,
     allowed_namespaces: frozenset[str] = frozenset(),
 ) -> BoundCall:
-    """Find the function of a call, and its arguments.
+    """Finds the function of a call, and converts its arguments.
 
     Args:
         schema: The op, as recorded.
-        arguments: Values of its arguments: JSON as `traceloom.workload.replay.plan` has it.
-        device: Where everything goes, whatever was recorded.
-        keeps_host: Whether what was recorded on the host's processors stays there nevertheless.
+        arguments: Values of its arguments: JSON as in `traceloom.workload.replay.plan`.
+        device: Device of all tensors, whatever was recorded.
+        keeps_host: Whether tensors recorded on the CPU nevertheless stay there.
         recorded_torch: Version of PyTorch that recorded it.
-        allowed_namespaces: Namespaces that are allowed besides.
+        allowed_namespaces: Additional allowed namespaces.
 
     Raises:
-        Unbindable: The op is unknown here, is not allowed, or takes what cannot be given.
+        BindError: The op is unknown here, is not allowed, or takes arguments that cannot be passed.
     """
     import torch
 
@@ -236,7 +239,7 @@ def bind_call(
         )
     if reason := find_refusal(
         current_schema, allowed_namespaces
-    ):  # a trace may write another schema than the op has
+    ):  # the schema in a trace may differ from the op's
         raise BindError(*reason)
     try:
         recorded_values: list[Any] = msgspec.json.decode(arguments, type=list)
@@ -268,7 +271,7 @@ def bind_call(
             value = _convert_value(values[argument.name], argument, path, device, bound.places)
             if keeps_host and values[argument.name] == {"device": "cpu"}:
                 value = torch.device("cpu")
-        # Each argument that need not be handed over is time saved.
+        # Each argument that need not be passed saves time.
         is_omittable = (
             len(bound.places) == slot_count_before
             and argument.has_default
@@ -280,15 +283,17 @@ def bind_call(
         elif not is_omittable:
             bound.keywords[argument.name] = value
     del bound.arguments[positional_count:]
-    is_factory_call = not bound.places and "device" in values  # so it is not where an input is
+    is_factory_call = (
+        not bound.places and "device" in values
+    )  # so the device does not follow from an input
     if is_factory_call and device.type != "cpu" and not keeps_host:
         bound.keywords["device"] = device
     return bound
 
 
 def _record_current_stream(tensor: torch.Tensor) -> None:
-    """Let the allocator not give the memory of a tensor away while the stream that is current works
-    on it.
+    """Keeps the allocator from reusing the memory of a tensor while the current stream works on
+    it.
     """
     import torch
 
@@ -297,7 +302,7 @@ def _record_current_stream(tensor: torch.Tensor) -> None:
 
 @lru_cache(maxsize=4096)
 def _resolve_overload(qualified: str) -> tuple[Callable[..., Any] | None, OperatorSchema | None]:
-    """PyTorch's builtin of an overload, and its schema; None where this PyTorch has none."""
+    """Returns PyTorch's builtin of an overload, and its schema; None if this PyTorch has none."""
     import torch
     from torch._ops import OpOverload
 
@@ -307,7 +312,7 @@ def _resolve_overload(qualified: str) -> tuple[Callable[..., Any] | None, Operat
         op = getattr(getattr(getattr(torch.ops, namespace), name), overload or "default")
     except (AttributeError, RuntimeError):
         return None, None
-    if not isinstance(op, OpOverload):  # another attribute of PyTorch's object, which a trace named
+    if not isinstance(op, OpOverload):  # another attribute of PyTorch's object
         return None, None
     return op._op, parse_schema(str(op._schema))  # noqa: SLF001  (the public call looks for modes each time: 0.2 µs)
 
@@ -318,8 +323,8 @@ def _map_argument_names(
     current_schema: OperatorSchema,
     recorded_torch: str | None,
 ) -> dict[str, Any]:
-    """The values by the names that this PyTorch gives to the arguments: same names, or another at
-    the same position.
+    """Returns the values by the argument names of this PyTorch: equal names, or renamed ones at the
+    same position.
     """
     current_names, recorded_names = (
         {argument.name for argument in schema.arguments}
@@ -334,7 +339,7 @@ def _map_argument_names(
         candidate = (
             current_schema.arguments[position] if position < len(current_schema.arguments) else None
         )
-        # It may be another by a new name: of one type, but for integers that became symbols.
+        # It may be a renamed one of the same type, apart from integers that became symbols.
         types = {
             candidate.type.leaf.removeprefix("Sym").lower()
             for candidate in (argument, candidate)
@@ -371,7 +376,7 @@ def _convert_value(
     device: torch.device,
     tensor_slots: list[tuple[ArgumentPath, int]],
 ) -> Any:
-    """A value as PyTorch takes it; tensors are noted in `tensor_slots`."""
+    """Converts a value for PyTorch; tensors are added to `tensor_slots`."""
     import torch
 
     if isinstance(value, list):

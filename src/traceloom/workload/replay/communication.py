@@ -1,9 +1,8 @@
-"""Communication: the process groups of a plan among the ranks that run, and its collectives over
-torch.distributed.
+"""The process groups of a plan among the running ranks, and its collectives over torch.distributed.
 
-A collective is started and, unless it was asynchronous, waited for at once; the plan says where the
-others are waited for. Groups are cut to the ranks that run: buffers that hold a part for each rank
-are used as far as they go.
+A collective is started and, unless it was asynchronous, waited for at once; the plan states where
+the others are waited for. Groups are reduced to the running ranks: buffers with a part for each
+rank are used only for these.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
-"""What serves a kind of device and the host beside it; gloo the others."""
+"""Backends for a device type and the CPU next to it; others use gloo."""
 _CARRIED = {
     "bool",
     "uint8",
@@ -38,19 +37,19 @@ _CARRIED = {
     "complex64",
     "complex128",
 }
-"""What every backend takes; other types go as bytes."""
+"""Types that every backend supports; others are sent as bytes."""
 _ROOTED_KINDS = ("broadcast", "reduce", "gather", "scatter")
 POINT_TO_POINT = ("send", "recv")
 _SAME_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
 
 def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
-    """See that the ranks of each group issue the same collectives in the same order, before
+    """Checks that the ranks of each group issue the same collectives in the same order, before
     anything can hang.
 
     Args:
         plan: The plan.
-        ranks: Those that run.
+        ranks: The running ranks.
 
     Raises:
         InputError: slug `different-collectives`.
@@ -77,7 +76,7 @@ def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
 
 
 def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) -> None:
-    """Refuse ranks whose lists differ, with the first difference."""
+    """Rejects ranks whose lists differ, reporting the first difference."""
     if len(lists) < 2:
         return
     first, expected = next(iter(lists.items()))
@@ -95,8 +94,8 @@ def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) 
 
 
 def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
-    """What a rank issues, in order: rank, group, kind, source, target, what (in words, alike on all
-    ranks).
+    """Returns the collectives of a rank, in order: rank, group, kind, source, target, what (in
+    words, equal on all ranks).
     """
     uses = plan.uses()
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
@@ -135,15 +134,15 @@ def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
 
 
 class AsyncHandles:
-    """What a collective started."""
+    """The handles of a started collective."""
 
     def __init__(self, works: Iterable[dist.Work | None]) -> None:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Until it is done; on an accelerator, let its current stream wait.
+        """Waits for completion; on an accelerator, makes its current stream wait.
 
-        Gloo would wait a second time for ever.
+        The handles are dropped, since Gloo would wait forever a second time.
         """
         works, self._works = self._works, []
         for work in works:
@@ -151,17 +150,17 @@ class AsyncHandles:
 
 
 def finish(works: AsyncHandles | None) -> None:
-    """Wait for a collective, unless that was done before."""
+    """Waits for a collective, unless that was done before."""
     if works is not None:
         works.wait()
 
 
 @dataclass(frozen=True)
 class RunningGroups:
-    """The groups of a plan among the ranks that run.
+    """The groups of a plan among the running ranks.
 
     Attributes:
-        ranks: Recorded ranks that run; the process of each has the number of its place here.
+        ranks: Recorded ranks that run; the process of each has its index here as its number.
         groups: Process groups by name, of those that this process is in.
         members: Recorded ranks of each group, in its order.
     """
@@ -174,7 +173,9 @@ class RunningGroups:
     def join(
         plan: ReplayPlan, ranks: Sequence[int], backend: str, timeout_s: float
     ) -> RunningGroups:
-        """Make the groups of a plan; every process calls it, once torch.distributed is there."""
+        """Creates the groups of a plan; every process calls it, after torch.distributed is
+        initialized.
+        """
         import torch.distributed as dist
 
         groups, members = {}, {}
@@ -191,15 +192,16 @@ class RunningGroups:
         return RunningGroups(tuple(ranks), groups, members)
 
     def lacks(self, row: Mapping[str, Any]) -> bool:
-        """Whether the only other rank of a collective does not run."""
+        """Returns whether the only other rank of a collective is not running."""
         return row["kind"] in POINT_TO_POINT and row["peer"] not in self.ranks
 
     def exchange(self, rows: Sequence[Mapping[str, Any]]) -> Callable[..., list[AsyncHandles]]:
-        """What starts several sends and receives of one tensor each: together, as NCCL would wait
-        for the first.
+        """Returns a function that starts several sends and receives of one tensor each, together,
+        since NCCL would otherwise wait for the first.
 
         Args:
-            rows: Of the plan's `collectives`, in one group; the tensors are the arguments of what is returned.
+            rows: Rows of the plan's `collectives`, in one group; the tensors are the arguments of
+                the returned function.
         """
         import torch.distributed as dist
 
@@ -225,12 +227,13 @@ class RunningGroups:
     def call(
         self, row: Mapping[str, Any], inputs: int, dtypes: Iterable[str]
     ) -> Callable[..., AsyncHandles]:
-        """What starts a collective, and waits for it unless it was asynchronous.
+        """Returns a function that starts a collective, and waits for it unless it was asynchronous.
 
         Args:
-            row: Of the plan's `collectives`.
-            inputs: How many tensors are sent, the first arguments of what is returned; the others receive.
-            dtypes: Of all of them.
+            row: Row of the plan's `collectives`.
+            inputs: Number of sent tensors, the first arguments of the returned function; the others
+                are received.
+            dtypes: Types of all tensors.
         """
         members = self.members[row["group"]]
         kept_positions = [position for position, rank in enumerate(members) if rank in self.ranks]
@@ -262,8 +265,8 @@ class RunningGroups:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, with one more dimension: those before it, of which splits are counted,
-    stay.
+    """Returns the bytes of a tensor with one extra last dimension; the dimensions before it, which
+    splits refer to, are kept.
     """
     import torch
 
@@ -272,8 +275,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Start:
-    """Start one collective: `kept` are the places in its group of the ranks that run, `size` how
-    many it had.
+    """Starts one collective: `kept` are the positions of the running ranks in the group, `size` is
+    its recorded size.
     """
 
     kind: str
@@ -325,13 +328,13 @@ class _Start:
             yield dist.reduce_scatter(target[0], self.parts(source), **group)
 
     def cut(self, buffer: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The parts of a buffer of the ranks that run; flat, because gloo wants shapes that NCCL
-        does not.
+        """Returns the parts of a buffer for the running ranks; flat, because gloo requires shapes
+        that NCCL does not.
         """
         return buffer.view(-1)[: part.numel() * len(self.kept)]
 
     def parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts of the ranks that run: of a list, or of one buffer."""
+        """Returns the parts for the running ranks, of a list or of one buffer."""
         parts = tensors if len(tensors) == self.size else tensors[0].view(-1).chunk(self.size)
         return [parts[position] for position in self.kept]
 

@@ -1,8 +1,7 @@
-"""Replay against recording and simulation.
+"""Comparison of a replay with the recording and with a simulation.
 
-Both sides are of the same ops on the same ranks. At the pace `fast` a replay has nothing of the
-host between its ops, so nothing of it is left in the simulated graph either; at the pace `recorded`
-both have it.
+Both sides cover the same ops on the same ranks. At the pace `fast` a replay has no host work
+between its ops, so it is removed from the simulated graph too; at the pace `recorded` both have it.
 """
 
 from __future__ import annotations
@@ -49,14 +48,15 @@ RANKS = build_schema("rank step_count simulated_ns")
 
 @dataclass(frozen=True)
 class SimulatedSteps:
-    """How long the steps of a replay take on a machine.
+    """The simulated times of the steps of a replay on a machine.
 
     Attributes:
         machine: Its name.
-        ranks: rank; step_count (the timed steps that were simulated); simulated_ns, from the beginning of the rank's
-            step to its end, the median over the steps. Empty where `absent` says why.
-        absent: Why nothing was simulated, in words; "" where it was.
-        notices: What is assumed, and what lies outside of what was measured on the machine.
+        ranks: rank; step_count (the timed steps that were simulated); simulated_ns, from the
+            beginning of the rank's step to its end, the median over the steps. Empty if `absent` is
+            set.
+        absent: Why nothing was simulated, in words; "" if it was.
+        notices: Assumptions, and properties outside the measurements of the machine.
     """
 
     machine: str
@@ -74,25 +74,27 @@ def simulate_steps(
     cache: bool = True,
     on_status: Callable[[str], None] | None = None,
 ) -> SimulatedSteps:
-    """Simulate the timed steps of what is replayed, each on its own.
+    """Simulates the timed steps of a replayed workload, each separately.
 
     Args:
-        paths: What the plan was made of.
-        plan: What is replayed.
+        paths: The inputs of the plan.
+        plan: The replayed plan.
         machine: A machine, a `machine.toml` or the name of a preset.
-        with_gaps: Whether the host does between the ops what it did; else nothing, as in a replay at the pace `fast`.
-        cache: Look into the cache of read traces, and fill it.
-        on_status: Told in words what is being done.
+        with_gaps: Whether to keep the host work between ops; False as in a replay at the pace
+            `fast`.
+        cache: Use the cache of parsed traces, and fill it.
+        on_status: Called with a status message.
 
     Raises:
-        UsageError: As `read_machine`; slug `machine-size`: the machine has another number of ranks.
-        InputError: As `read_machine`.
+        UsageError: As `read_machine` raises; slug `machine-size`: the machine has another number of
+            ranks.
+        InputError: As `read_machine` raises.
     """
     described = read_machine(machine) if isinstance(machine, (str, Path)) else machine
     name = described.name or str(machine)
     target = (
         described if isinstance(machine, Machine) else machine
-    )  # a preset grows with the workload
+    )  # a preset scales with the workload
     steps = set.intersection(*(set(rank_plan.steps["step"].to_list()) for rank_plan in plan))
     files = [Path(os.fspath(path)) for path in paths]
     absent = ""
@@ -136,11 +138,11 @@ def simulate_steps(
 
 
 def remove_host_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
-    """The graph with nothing of the host between ops that a replay could call, and without waits
-    for that.
+    """Returns the graph without host work between ops that a replay could call, and without waits
+    for it.
 
-    Left are ops by the name spaces of those that are planned, what they call, and the device. Not
-    left are Python, the loader, annotations, and the autograd engine around the ops of the backward
+    What remains are ops in the namespaces of the planned ones, their calls, and the device. Removed
+    are Python, the data loader, annotations, and the autograd engine around the ops of the backward
     pass.
 
     Args:
@@ -179,7 +181,7 @@ RUN, FAILED, OTHER_SHAPE, STAND_IN, LEFT_OUT = OUTCOMES = (
     "left-out",
 )
 LONG_NS = 50_000
-"""Ops that took as long as this: what is shorter is mostly the call itself."""
+"""Min duration of a long op; shorter ones mostly measure the call itself."""
 _OP = {"op": pl.UInt32, "node": pl.Int64}
 _RATIO = {"ratio": pl.Float64}
 _RATIOS = {f"{name}_ratio": pl.Float64 for name in ("p10", "p50", "p90")}
@@ -222,50 +224,55 @@ TABLES = (
 
 @dataclass(frozen=True)
 class ReplayComparison(Result):
-    """What a replay did, beside what was recorded.
+    """A replay compared with the recording.
 
     Times are medians, ns: recorded ones over the timed steps, replayed ones over the passes. A
-    ratio is replayed over recorded; null where one of them is not known.
+    ratio is replayed over recorded; null if one of them is unknown.
 
     Attributes:
-        environment: Of the replay: versions, threads, variables that matter.
-        source: What the plan was made of.
-        recorded_torch: Version of PyTorch that ran the workload; None: unknown.
+        environment: Of the replay: versions, threads, relevant environment variables.
+        source: The inputs of the plan.
+        recorded_torch: Version of PyTorch that ran the workload; None if unknown.
         torch: Version that ran the replay.
-        device: Where it ran.
+        device: Device of the replay.
         pace: `fast`, or `recorded`.
-        whole: Of each rank: rank; step_count and pass_count (how many the medians are of); recorded_ns, replayed_ns,
-            ratio of the whole; the same of processor time; the same of the sums over ops that both
-            sides timed, and of the GPU work of those whose GPU work both sides measured (null where
+        whole: Per rank: rank; step_count and pass_count (numbers behind the medians); recorded_ns,
+            replayed_ns, ratio of the whole; the same for processor time, for the sums over ops that
+            both sides timed, and for the GPU work of ops for which both sides measured it (null if
             there are none); peak_bytes of the replay's tensors. The recorded times of the whole are
-            null where a part of a step was replayed, or its time is not known.
-        coverage: What became of the ops: rank, outcome, reason (null: it ran), count, recorded_ns, recorded_gpu_ns (the
-            GPU work that they launched; null: none), and their shares of all ops of the rank;
-            shares add up to 1. Time shares are null where no op was timed, those of GPU work where
-            none was recorded.
-        not_run: Ops that did not run as they are: rank, outcome, reason, name, text, count, recorded_ns.
-        holes: Compiled graphs, whose kernels for the CPU no host trace has: rank, name, count and recorded_ns.
-        ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns (sums), lost_ns (how much
-            longer the replay took), ratio of the sums, 10th, 50th and 90th percentile of the ratios
-            of the calls. Those where most was lost or won come first. Calls that were not timed on
-            both sides are not counted. The same of the GPU work that they launched, by which they
-            are ordered where there is any: recorded_gpu_ns, replayed_gpu_ns, gpu_lost_ns,
-            gpu_ratio; null where one of the sides launched none.
-        each: Every op that ran and was timed on both sides, in order; gap_ns is what its thread did before it when
-            recorded.
-        collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one (medians; of its GPU work
-            where both sides know that, which on_gpu says, else of its calls), bandwidths on the bus
-            (10^9 B/s), which are null for asynchronous ones without GPU work: they end later than
-            their calls.
-        contents: What tensors from outside held: rank, content, evidence (how that is known), count, bytes.
-        long_count: Ops of `each` that took `LONG_NS` at least when recorded: by their GPU work where that is known.
-        long_ratios: 10th, 50th and 90th percentile of their ratios; None where there are none.
-        notices: What must be known about it.
-        machine: Name of the machine that the steps were simulated on; None where nobody asked.
-        simulated: Of each rank: rank; step_count (the timed steps that were simulated); replayed_ns; simulated_ns, the
-            median of these steps on that machine, of the same ops, with what the host did between
-            them where the pace is `recorded`; difference, (simulated - replayed) / replayed.
-        not_simulated: Why there are none, in words; None where there are, or nobody asked.
+            null if only part of a step was replayed, or its time is unknown.
+        coverage: Outcomes of the ops: rank, outcome, reason (null: it ran), count, recorded_ns,
+            recorded_gpu_ns (the GPU work that they launched; null: none), and their shares of all
+            ops of the rank; shares add up to 1. Time shares are null if no op was timed, those of
+            GPU work if none was recorded.
+        not_run: Ops that did not run unchanged: rank, outcome, reason, name, text, count,
+            recorded_ns.
+        holes: Compiled graphs, whose CPU kernels are in no host trace: rank, name, count and
+            recorded_ns.
+        ops: By name and shapes of inputs, over all ranks: calls, recorded_ns and replayed_ns
+            (sums), lost_ns (extra time of the replay), ratio of the sums, 10th, 50th and 90th
+            percentile of the ratios of the calls. The largest differences come first. Only calls
+            that were timed on both sides count. The same for the GPU work that they launched, which
+            determines the order if there is any: recorded_gpu_ns, replayed_gpu_ns, gpu_lost_ns,
+            gpu_ratio; null if one of the sides launched none.
+        each: Every op that ran and was timed on both sides, in order; gap_ns is the recorded host
+            time before it on its thread.
+        collectives: By rank, kind, group and size: count, recorded_ns and replayed_ns of one
+            (medians; of its GPU work if both sides know it, as on_gpu states, else of its calls),
+            bandwidths on the bus (10^9 B/s), which are null for asynchronous ones without GPU work,
+            since they end later than their calls.
+        contents: Contents of external tensors: rank, content, evidence (how it is known), count,
+            bytes.
+        long_count: Ops of `each` whose recorded duration (GPU work if known) was at least
+            `LONG_NS`.
+        long_ratios: 10th, 50th and 90th percentile of their ratios; None if there are none.
+        notices: Notices about the comparison.
+        machine: Name of the machine that the steps were simulated on; None if not requested.
+        simulated: Per rank: rank; step_count (the timed steps that were simulated); replayed_ns;
+            simulated_ns, the median of these steps on that machine, of the same ops, with host work
+            between them if the pace is `recorded`; difference, (simulated - replayed) / replayed.
+        not_simulated: Why there is no simulation, in words; None if there is one, or none was
+            requested.
     """
 
     source: str
@@ -290,8 +297,8 @@ class ReplayComparison(Result):
     not_simulated: str | None = None
 
     def check(self) -> None:
-        """Raise InvariantError where shares of a rank do not add up to 1, or a count is not what
-        its parts come to.
+        """Raise InvariantError if the shares of a rank do not add up to 1, or a count differs from
+        the sum of its parts.
         """
         sums = self.coverage.group_by("rank").agg(
             pl.sum("count_share", "time_share", "gpu_share", "count")
@@ -310,11 +317,11 @@ class ReplayComparison(Result):
 def compare_replay(
     plan: ReplayPlan, replayed: Replayed, simulated: SimulatedSteps | None = None
 ) -> ReplayComparison:
-    """Hold a replay against the recorded times of its plan.
+    """Compares a replay with the recorded times of its plan.
 
     Args:
-        plan: What was run.
-        replayed: What running it gave.
+        plan: The plan that was run.
+        replayed: The results of running it.
         simulated: The same steps on a machine.
     """
     pairs = [(plan.ranks[rank], result) for rank, result in replayed.ranks.items()]
@@ -419,8 +426,8 @@ def _compute_median_ns(column: str) -> pl.Expr:
 
 
 def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
-    """The recorded ops of a rank, those that are left out too: columns of `EACH`, outcome, reason,
-    text.
+    """Returns all recorded ops of a rank, including those left out: columns of `EACH`, outcome,
+    reason, text.
     """
     outcomes = [
         frame.select("op", outcome=pl.lit(outcome), reason=reason, text="text")
@@ -524,7 +531,7 @@ def _compare_by_name(compared_ops: pl.DataFrame) -> pl.DataFrame:
 def _compare_totals(
     plan: RankPlan, replayed: RankReplayed, compared_ops: pl.DataFrame
 ) -> pl.DataFrame:
-    """One row; a plan of several steps is held against as many."""
+    """Returns one row; a plan of several steps is compared with as many recorded ones."""
     steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
     rank_ops = compared_ops.filter(rank=plan.rank)
     op_totals = rank_ops.select(pl.sum("recorded_ns", "replayed_ns"))
@@ -565,7 +572,7 @@ _PASSES = {"wall": pl.Int64, "cpu": pl.Int64}
 def _compare_collectives(
     plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame
 ) -> pl.DataFrame:
-    """A collective and the waits for it are one."""
+    """Compares collectives, each together with the waits for it."""
     item_bytes = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)
     elements = plan.tensors["shape"].list.eval(pl.element().product()).list.first().fill_null(1)
     sizes = plan.tensors.select("tensor", (elements * item_bytes).alias("size"))

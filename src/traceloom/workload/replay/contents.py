@@ -1,16 +1,16 @@
-"""What outside tensors must hold.
+"""Determining the contents that tensors from outside must have.
 
-An index must lie within its table, offsets must ascend, what is under a root must not be negative.
-Such demands are looked for from the last op to the first: each op makes its own of what it takes,
-and where it only copies what it takes, those on what it gives are those on what it takes. Demands
-are on storages, so views need no care. Where several ops demand something of one storage, all of it
-holds: the tightest bounds.
+An index must be within its table, offsets must ascend, the operand of a root must not be negative.
+Such constraints are collected from the last op to the first: each op adds those on its inputs, and
+if it only copies its inputs, the constraints on its outputs apply to them. Constraints are on
+storages, so views need no special treatment. If several ops constrain one storage, all constraints
+hold, with the tightest bounds.
 
-What nobody demands anything of is guessed: floats around 0, weights such that products keep their
-size, numbers 1, integers 0.
+Unconstrained contents are guessed: floats around 0, weights such that products keep their size,
+numbers 1, integers 0.
 
-`traceloom.workload.replay.script` copies the function into the scripts it writes, so it uses torch
-alone, and the tensors of a script hold what those of the replay held.
+`traceloom.workload.replay.script` copies `generate_content` into the scripts it writes, so it uses
+only torch, and the tensors of a script have the contents of those of the replay.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ Shape = list[int]
 
 
 class Constraint(NamedTuple):
-    """What a storage must hold.
+    """A constraint on the content of a storage.
 
     Attributes:
         content: `integers`, `offsets`, `lengths`, `positive`, `probability` or `zeros`.
-        low: The least integer; of lengths the greatest.
-        high: The greatest integer; of lengths what they add up to.
-        besides: A further integer that is allowed: what stands for no class.
+        low: The min integer; for lengths the max.
+        high: The max integer; for lengths their sum.
+        besides: An additional allowed integer, which marks the absence of a class.
     """
 
     content: str
@@ -51,7 +51,7 @@ class Constraint(NamedTuple):
     besides: int | None = None
 
     def and_also(self, other: Constraint | None) -> Constraint:
-        """What meets both."""
+        """Returns the conjunction of both."""
         if other is None or other == self:
             return self
         content = min(self.content, other.content, key=_STRICTEST_FIRST.index)
@@ -63,19 +63,20 @@ class Constraint(NamedTuple):
         return Constraint(content, low, max(min(highs), 0) if highs else None, besides)
 
     def allows(self, values: Array) -> bool:
-        """Whether recorded integers lie within its bounds."""
+        """Returns whether recorded integers are within its bounds."""
         high = _MAX_INTEGER if self.high is None or self.content == "lengths" else self.high
         low = 0 if self.content == "lengths" else self.low
         return bool((((values >= low) & (values <= high)) | (values == self.besides)).all())
 
 
 class RecordedIntegers(NamedTuple):
-    """What a host trace, or a file beside it, has of an integer tensor that an op is given.
+    """Recorded values of an integer tensor that is an input of an op, from a host trace or a file
+    next to it.
 
     Attributes:
-        low: The least.
-        high: The greatest.
-        values: All of them, rows one behind the other; None where only the bounds are known.
+        low: The min.
+        high: The max.
+        values: All values, flattened by row; None if only the bounds are known.
     """
 
     low: int
@@ -92,14 +93,14 @@ _ZEROS = Constraint("zeros")
 
 @dataclass(slots=True)
 class _NamedCall:
-    """A call of the plan: which inputs its arguments are, and their other values.
+    """A call of the plan: the inputs by argument, and the other values.
 
     Attributes:
         schema: The op.
-        base: Its name without what says that it works on lists or in place.
-        values: Of the arguments by name, as in the plan.
+        base: Its name without the markers for lists or in-place.
+        values: Values of the arguments by name, as in the plan.
         inputs: Numbers of the inputs by the name of the argument.
-        demanding: Whether it demands anything.
+        demanding: Whether it has any constraints.
     """
 
     schema: OperatorSchema
@@ -111,7 +112,7 @@ class _NamedCall:
 
 @dataclass(slots=True)
 class _Use:
-    """A call by one op: with the shapes of what it takes."""
+    """A call by one op, with the shapes of its inputs."""
 
     call: _NamedCall
     shapes: list[Shape]
@@ -119,12 +120,12 @@ class _Use:
     given: list[Shape] = field(default_factory=list)
 
     def shape(self, name: str) -> Shape:
-        """Shape of the argument; without dimensions where it has no tensor."""
+        """Returns the shape of the argument; without dimensions if it has no tensor."""
         numbers = self.call.inputs.get(name)
         return self.shapes[numbers[0]] if numbers else []
 
     def length(self, argument_name: str, dim: int | str) -> int | None:
-        """Length of a dimension, or of the one that an argument names."""
+        """Returns the length of a dimension, or of the one that an argument names."""
         shape = self.shape(argument_name)
         dim_index = self.call.values.get(dim, 0) if isinstance(dim, str) else dim
         return (
@@ -134,7 +135,7 @@ class _Use:
         )
 
 
-# How many values an index may have, by op: the argument that holds it, and how many there are.
+# The number of values that an index may have, by op and argument.
 _Count = Callable[[_Use], int | None]
 
 
@@ -143,7 +144,7 @@ def _count_along(argument_name: str, dim: int | str) -> _Count:
 
 
 def _count_elements(argument_name: str, last: int = 0) -> _Count:
-    """All elements of a tensor, or those of its last dimensions."""
+    """Counts all elements of a tensor, or those of its last dimensions."""
     return lambda use: prod(use.shape(argument_name)[-last:])
 
 
@@ -204,7 +205,7 @@ _LIMITS |= dict.fromkeys(
     ),
     ("target", lambda use: use.length("self", 1 if len(use.shape("self")) > 1 else 0)),
 )
-# Of any op: arguments whose name says what they are.
+# Arguments of any op whose name implies positive values.
 _POSITIVE_NAMES = frozenset(
     {
         "running_var",
@@ -246,8 +247,7 @@ _PROBABILITY_OPS = {
     "logit": ("self",),
     "binomial": ("prob",),
 }
-# Ascending positions in a longer tensor: of bags of indices, of sequences that lie one behind the
-# other.
+# Ascending positions in a longer tensor: of bags of indices, or of concatenated sequences.
 _OFFSETS = {
     "offsets": ("indices", "values"),
     "cum_seq_q": ("query",),
@@ -255,7 +255,7 @@ _OFFSETS = {
     "cu_seqlens_q": ("query",),
     "cu_seqlens_k": ("key",),
 }
-# What they give are values of what they take in these arguments.
+# Their outputs consist of values of their inputs.
 _COPIES = frozenset(
     {
         "clone",
@@ -330,7 +330,7 @@ _IDENTITY_OPS = frozenset(
 )
 _COPIED = ("self", "src", "source", "tensors", "values", "value", "input", "other", "flat")
 _EXCHANGES = frozenset({"broadcast", "all_gather", "all_to_all", "gather", "scatter"})
-# What they give is positive if what they take is.
+# Their output is positive if their input is.
 _KEEP_SIGN = frozenset(
     {
         "add",
@@ -355,7 +355,7 @@ _KEEP_SIGN = frozenset(
     }
 )
 _SHIFTS = {"add": 1, "sub": -1}
-# Products: what is multiplied, by what, and the dimension that is summed, all of the rest of a filter.
+# Products: both factors, and the dimension that is summed; for a filter, all of the rest.
 _PRODUCTS = {
     "mm": ("self", "mat2", 0),
     "addmm": ("mat1", "mat2", 0),
@@ -367,7 +367,7 @@ _PRODUCTS = {
     ("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_transpose2d"),
     ("input", "weight", None),
 )
-# They change what a tensor says of itself, not what its storage holds.
+# They change the metadata of a tensor, not its content.
 _METADATA_OPS = frozenset(
     {
         "detach",
@@ -411,19 +411,20 @@ _EMPTY = frozenset(
 def settle_contents(
     plan: RankPlan, recorded_integers: Mapping[int, Mapping[int, RecordedIntegers]] | None = None
 ) -> tuple[RankPlan, int]:
-    """Settle what external storages hold.
+    """Determines the contents of external storages.
 
-    A storage that an op allocates and that is read before any op has written to it becomes an
-    external one: what wrote to it was no op (`torch.tensor([1, 2])`).
+    A storage that an op allocates and that is read before any op has written to it becomes
+    external: it was written by something other than an op (`torch.tensor([1, 2])`).
 
     Args:
         plan: The plan of a rank.
-        recorded_integers: What integer tensors held, by node and number of the tensor among its inputs, where that is recorded.
+        recorded_integers: Recorded values of integer tensors, by node and number of the tensor
+            among its inputs.
 
     Returns:
         The plan, with columns `content`, `low`, `high` and `evidence` of its storages and the frame
-        `data` filled; and how many tensors were left out of that because they held what their ops
-        must not be given.
+        `data` filled; and the number of tensors whose recorded values were rejected because their
+        ops must not get them.
     """
     finder = _ConstraintFinder(plan)
     unwritten = finder.unwritten()
@@ -475,8 +476,8 @@ def settle_contents(
 
 
 def _mark_external(plan: RankPlan, storages: set[int]) -> RankPlan:
-    """The plan with storages that come from outside; the ops that allocated them still do, and
-    nobody uses that.
+    """Returns the plan with some storages marked external; the ops that allocated them still do,
+    unused.
     """
     is_external = plan.storages["storage"].is_in(list(storages))
     tensors = plan.tensors.filter(pl.col("storage").is_in(list(storages)))["tensor"].implode()
@@ -494,7 +495,7 @@ def _mark_external(plan: RankPlan, storages: set[int]) -> RankPlan:
 
 
 class _ConstraintFinder:
-    """Looks at the ops of a plan for what they demand of storages."""
+    """Collects the constraints of a plan's ops on storages."""
 
     def __init__(self, plan: RankPlan) -> None:
         self.plan = plan
@@ -509,7 +510,7 @@ class _ConstraintFinder:
         self.ops = plan.ops.select("action", "call", "collective", "inputs", "outputs").rows()
 
     def look(self) -> None:
-        """Fill `demands` and `weights`."""
+        """Fills `demands` and `weights`."""
         for action, call_row, collective, inputs, outputs in reversed(self.ops):
             if action in {RUN, STAND_IN} and call_row is not None:
                 call = self.calls[call_row]
@@ -521,7 +522,7 @@ class _ConstraintFinder:
     def settled(
         self, storage: int, dtype: str, shape: Shape, recorded: tuple[int, int] | None
     ) -> tuple[str, int | None, int | None, str]:
-        """Content, low, high and evidence of an external storage, by its first tensor."""
+        """Returns content, low, high and evidence of an external storage, by its first tensor."""
         demand = self.demands.get(storage)
         floating = dtype.startswith(("float", "bfloat", "complex"))
         if dtype == "bool":
@@ -534,7 +535,7 @@ class _ConstraintFinder:
             low, high = recorded
             if (
                 demand is not None and demand.content == "integers"
-            ):  # of -100..9, which says that -100 is no class, 0..9
+            ):  # of -100..9, where -100 means no class, use 0..9
                 low, high = (
                     max(low, demand.low),
                     high if demand.high is None else min(high, demand.high),
@@ -545,9 +546,7 @@ class _ConstraintFinder:
         if demand is not None and demand.content in {"integers", "offsets"}:
             high = demand.low if demand.high is None else demand.high
             return demand.content, min(demand.low, high), high, "consumer"
-        if (
-            not shape
-        ):  # a number such as a factor, a step: 1 neither shrinks nor turns what it meets
+        if not shape:  # a number such as a factor or a step: 1 neither scales nor flips values
             return "integers", 1, 1, "guess"
         if not floating:
             return (
@@ -562,17 +561,17 @@ class _ConstraintFinder:
     def recorded(
         self, recorded_integers: Mapping[int, Mapping[int, RecordedIntegers]]
     ) -> tuple[dict[int, tuple[int, int]], dict[int, Array], int]:
-        """What is recorded of external storages before anything writes to them.
+        """Returns the recorded values of external storages before anything writes to them.
 
         Returns:
-            Least and greatest integer by storage; what registers held; and how many of these are
-            left out.
+            Min and max integer by storage; recorded values by register; and how many of these are
+            rejected.
         """
         ranges: dict[int, tuple[int, int]] = {}
         data: dict[int, Array] = {}
         refused = 0
         written: set[int] = set()
-        copied: dict[int, int] = {}  # from another register, whose content is the same
+        copied: dict[int, int] = {}  # register -> another register with the same content
         for node, (_, call_row, _, inputs, outputs) in (
             zip(self.plan.ops["node"], self.ops, strict=True) if recorded_integers else ()
         ):
@@ -615,7 +614,9 @@ class _ConstraintFinder:
         return ranges, data, refused
 
     def unwritten(self) -> set[int]:
-        """Storages that are read before any op has written to them since they were allocated."""
+        """Returns the storages that are read before any op has written to them since their
+        allocation.
+        """
         fresh: set[int] = set()
         out: set[int] = set()
         for action, call_row, _, inputs, outputs in self.ops:
@@ -631,7 +632,7 @@ class _ConstraintFinder:
                 output_storages = {self.storage[tensor] for tensor in outputs if tensor is not None}
                 if (
                     written or not output_storages or not output_storages <= touched
-                ):  # else it is a view, or changes the tensor alone
+                ):  # else it is a view, or changes only metadata
                     out |= touched - written
                     fresh -= touched
             if call is not None and call.schema.name in _EMPTY:
@@ -639,7 +640,7 @@ class _ConstraintFinder:
         return out
 
     def look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
-        # of several results the first has the values, those behind it are where they were
+        # the first of several results has the values, the others are their positions
         demanded = (
             self.demanded_of(outputs if call.schema.is_view else outputs[:1])
             if self.demands
@@ -667,7 +668,7 @@ class _ConstraintFinder:
                 self.pass_on(demand, [inputs[number]])
 
     def demanded_of(self, tensors: Iterable[int | None]) -> Constraint | None:
-        """What is demanded of all these tensors together."""
+        """Returns the conjunction of the constraints on all these tensors."""
         out: Constraint | None = None
         for tensor in tensors:
             demand = None if tensor is None else self.demands.get(self.storage[tensor])
@@ -682,7 +683,7 @@ class _ConstraintFinder:
                 self.demands[storage] = demand.and_also(self.demands.get(storage))
 
     def signed(self, call: _NamedCall, inputs: list[int]) -> None:
-        """A sum or product that must be positive is made of what is positive; a square is so
+        """Propagates positivity through a sum or product to its operands; a square is positive
         anyway.
         """
         if call.base == "mul" and self.rows_of(call, "self", inputs) == self.rows_of(
@@ -692,7 +693,7 @@ class _ConstraintFinder:
         value = call.values.get("value")
         if (
             call.base == "addcmul" and isinstance(value, int | float) and value < 0
-        ):  # variance: squares less a square
+        ):  # variance: squares minus a square
             self.pass_on(_ZEROS, self.rows_of(call, "tensor1", inputs))
         factors = [self.rows_of(call, name, inputs) for name in ("tensor1", "tensor2")]
         for name in call.inputs:
@@ -700,8 +701,8 @@ class _ConstraintFinder:
                 self.pass_on(_POSITIVE, self.rows_of(call, name, inputs))
 
     def shifted(self, call: _NamedCall, demanded: Constraint, inputs: list[int]) -> None:
-        """Of an index that something is added to or subtracted from: two tensors share what there
-        is.
+        """Propagates constraints on an index through an addition or subtraction: two tensors share
+        the range.
         """
         if demanded.high is None:
             return
@@ -719,11 +720,11 @@ class _ConstraintFinder:
         self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
     def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
-        """The tensors of an argument."""
+        """Returns the tensors of an argument."""
         return [inputs[number] for number in call.inputs.get(name, ())]
 
     def note_product(self, call: _NamedCall, inputs: list[int]) -> None:
-        """Note by what something is multiplied; the first product of a tensor decides."""
+        """Notes the other factor of a product; the first product of a tensor decides."""
         left_name, right, dim = _PRODUCTS[call.base]
         for tensor in self.rows_of(call, left_name, inputs):
             self.weights.pop(self.storage[tensor], None)
@@ -734,7 +735,7 @@ class _ConstraintFinder:
 
 
 def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
-    """What an op demands of its inputs: number of the input, and what it must hold."""
+    """Yields the constraints of an op on its inputs: number of the input, and the constraint."""
     call = use.call
     inputs, base = call.inputs, call.base
     if base in _LIMITS:
@@ -744,7 +745,7 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
             if limit and not use.dtypes[number].startswith(("float", "bfloat")):
                 yield number, Constraint("integers", 0, limit - 1, call.values.get("ignore_index"))
     elif base in {"index", "index_put", "_index_put_impl"}:
-        # Of `x[i, :, j]`: each index of integers is along one dimension, a mask along as many as it
+        # In `x[i, :, j]`, each integer index is along one dimension, a mask along as many as it
         # has.
         shape, dim = use.shape("self"), 0
         for value in call.values.get("indices") or ():
@@ -787,7 +788,7 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
             for number in inputs.get(name, ()):
                 total = use.given[0][
                     0
-                ]  # the steps of the longest sequence are the second of what packing returns
+                ]  # the steps of the longest sequence are the second result of packing
                 longest = (
                     use.given[1][0]
                     if len(use.given) > 1
@@ -799,7 +800,7 @@ def _find_constraints(use: _Use) -> Iterator[tuple[int, Constraint]]:
             if name in _POSITIVE_NAMES:
                 yield number, _POSITIVE
             else:
-                # Ascending positions; the last one is the end itself where the op wants it so, or a
+                # Ascending positions; the last one is the end itself if the op requires it, else a
                 # start.
                 end = prod(
                     next(
@@ -851,7 +852,7 @@ def _call(schema: str, arguments: str) -> _NamedCall | None:
 
 
 def _list_inputs(value: Any) -> Iterator[int]:
-    """Numbers of the inputs that stand in a value."""
+    """Yields the numbers of the inputs in a value."""
     if isinstance(value, list):
         for part in value:
             yield from _list_inputs(part)
@@ -862,7 +863,7 @@ def _list_inputs(value: Any) -> Iterator[int]:
 
 
 def _find_mutated(call: _NamedCall) -> set[int]:
-    """Numbers of the inputs whose storages a call writes to."""
+    """Returns the numbers of the inputs whose storages a call writes to."""
     arguments = call.schema.arguments
     if call.base in _METADATA_OPS:
         return set()

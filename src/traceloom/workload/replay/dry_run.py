@@ -1,10 +1,10 @@
-"""A plan on meta tensors: which ops this PyTorch has, whether they give what was recorded, and the
-memory they need.
+"""Dry run of a plan on meta tensors: which ops this PyTorch has, whether their outputs match the
+recording, and the memory they need.
 
-Meta tensors have shapes and no content, so a dry run takes seconds, whatever the ops took, and
-needs no accelerator. Each op is called with tensors of the recorded geometries, not with what the
-op before it gave: one that differs is one difference, not all that follow from it. What depends on
-contents (the length of `nonzero`) is not told by shapes.
+Meta tensors have shapes but no content, so a dry run takes seconds, however long the ops take, and
+needs no accelerator. Each op is called with tensors of the recorded geometries rather than with the
+outputs of previous ops, so that one difference is not reported again for all later ops. Outputs
+that depend on contents (the length of `nonzero`) cannot be checked.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ META, CPU = "meta", "cpu"
 DATA_DEPENDENT = "data-dependent"
 NO_META_KERNEL = "no-meta-kernel"
 FAILS = "fails"
-# Composite ops end in one of these where they read contents; the others are tagged.
+# Composite ops that read contents end in one of these; the others are tagged.
 _READS_CONTENTS = re.compile(r"\.item\(\)|nonzero|repeat_interleave")
 _FAILING_OP = re.compile(r"\baten::(\w+)")
 
 
 class LeftOp(Struct, frozen=True):
-    """Ops of one name that the dry run could not look at, or that cannot be run.
+    """Ops of one name that the dry run could not check, or that cannot be run.
 
     Attributes:
         name: The op.
-        reason: `data-dependent` and `no-meta-kernel`: the recorded shapes are taken for right; `fails`: the op refuses
-            the recorded arguments; else why it will not run: a slug of `Unbindable` or of the plan.
-        text: The reason in words, of the first of them.
-        count: How many.
-        duration_ns: What they took as recorded, together; None where unknown.
+        reason: `data-dependent` and `no-meta-kernel`: the recorded shapes are assumed correct;
+            `fails`: the op rejects the recorded arguments; else why it will not run: a slug of
+            `BindError` or of the plan.
+        text: The reason in words, for the first of them.
+        count: Number of ops.
+        duration_ns: Their total recorded duration; None if unknown.
     """
 
     name: str
@@ -71,16 +72,17 @@ class LeftOp(Struct, frozen=True):
 
 
 class WrongOutput(Struct, frozen=True):
-    """A tensor that an op gives otherwise than recorded.
+    """An output tensor that differs from the recording.
 
     Attributes:
         op: The first such op: row of the plan's `ops`.
         node: Its id in the host trace.
         name: Its name.
-        output: Which of its outputs.
-        recorded: Type, shape and strides as recorded; strides of a dimension of length 1 are of no interest.
-        here: The same of what it gives here; empty where it gives nothing there.
-        count: How many ops with these tensors there are.
+        output: Index of the output.
+        recorded: Type, shape and strides as recorded; strides of a dimension of length 1 are
+            ignored.
+        here: Those of the actual output; empty if there is none.
+        count: Number of ops with these tensors.
     """
 
     op: int
@@ -97,15 +99,16 @@ class RankDryRun(Struct, frozen=True):
 
     Attributes:
         rank: The rank.
-        ops: Ops of the plan and those left out of it, views that the plan adds excepted.
-        covered: Those that a replay runs.
-        looked_at: Those whose tensors were compared with the recorded ones.
-        duration_ns: What the ops took as recorded; None where unknown.
-        covered_ns: What those took that a replay runs.
-        left: What was not compared, or does not run, by name and reason; most time first.
-        wrong: What is not as recorded.
+        ops: Number of ops, in the plan or left out, except for views that the plan adds.
+        covered: Number of ops that a replay runs.
+        looked_at: Number of ops whose outputs were compared with the recorded ones.
+        duration_ns: Total recorded duration of the ops; None if unknown.
+        covered_ns: Recorded duration of the ops that a replay runs.
+        left: Ops that were not compared, or do not run, by name and reason; longest total time
+            first.
+        wrong: Outputs that differ from the recording.
         refused: Nodes of the ops that fail.
-        peak_bytes: Most bytes of storages that live at the same time, by recorded device.
+        peak_bytes: Peak bytes of live storages, by recorded device.
     """
 
     rank: int
@@ -121,19 +124,19 @@ class RankDryRun(Struct, frozen=True):
 
     @property
     def fits(self) -> bool:
-        """Whether all that could be looked at is as recorded."""
+        """Whether all outputs that could be checked match the recording."""
         return not self.wrong and not any(skipped.reason == FAILS for skipped in self.left)
 
 
 def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankDryRun]:
-    """Run all ranks of a plan on meta tensors.
+    """Runs all ranks of a plan on meta tensors.
 
     Args:
-        plan: What is run.
-        imports: Modules that bring custom ops.
+        plan: The plan.
+        imports: Modules that define custom ops.
 
     Returns:
-        By rank.
+        The results by rank.
 
     Raises:
         InputError: `no-torch`.
@@ -162,13 +165,13 @@ def dry_run_rank(
     recorded: str | None = None,
     extra_namespaces: frozenset[str] = frozenset(),
 ) -> RankDryRun:
-    """Run the ops of one rank on meta tensors.
+    """Runs the ops of one rank on meta tensors.
 
     Args:
-        plan: What is run.
+        plan: The plan.
         strides: Whether strides were recorded.
         recorded: Version of PyTorch that ran the workload.
-        extra_namespaces: Namespaces that are allowed besides; see `traceloom.workload.replay.schema`.
+        extra_namespaces: Additional allowed namespaces; see `traceloom.workload.replay.schema`.
     """
     ops = plan.ops.filter(pl.col("action") != VIEW).with_columns(
         pl.col("durations_ns").list.median().alias("duration_ns")
@@ -226,13 +229,13 @@ def dry_run_rank(
     )
 
 
-# Why an op could not be called (slug, text), None where it could; and what it gave otherwise than
-# recorded.
+# Why an op could not be called (slug, text), None if it could; and its outputs that differ from
+# the recording.
 _Compared = tuple[tuple[str, str] | None, list[WrongOutput]]
 
 
 class _Outcomes:
-    """What became of each op; one call for all ops that call the same with tensors of the same
+    """The outcome of each op, computed once for all equal calls with tensors of equal
     geometries.
     """
 
@@ -255,14 +258,16 @@ class _Outcomes:
         self._calls: Counter[Any] = Counter()
 
     def of(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why an op is not looked at or not run; None where it gives what was recorded, or nothing."""
+        """Returns why an op is not checked or not run; None if its outputs match, or there are
+        none.
+        """
         call = row["call"]
         if row["action"] in {COLLECTIVE, WAIT} or row["name"] == RECORD_STREAM:
             return None
         if call is None or call in self._kernels:
             reason = row["reason"] or STAND_IN
             return reason, KERNEL_REASONS.get(reason, "a stand-in takes its time")
-        bound = self._bind(call, META)  # of a stand-in, too: what --import names may bring it
+        bound = self._bind(call, META)  # also for a stand-in: a module of --import may define it
         if isinstance(bound, tuple):
             return bound
         geometries = [
@@ -277,11 +282,10 @@ class _Outcomes:
         return self._outcome[key]
 
     def _compared(self, row: Mapping[str, Any]) -> _Compared:
-        """Call an op on meta tensors; where that does not give what was recorded, as the CPU would.
+        """Calls an op on meta tensors; if the outputs differ, tries fake tensors as on the CPU.
 
-        Fake tensors know more than meta kernels (strides of a convolution that has its channels
-        last) at a higher price. What they do not know either is called on tensors of zeros, if
-        these are small.
+        Fake tensors know more than meta kernels (strides of a channels-last convolution) but are
+        slower. If they fail too, the op is called on tensors of zeros, provided these are small.
         """
         from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -296,7 +300,7 @@ class _Outcomes:
         ):
             on_zeros = self._call(
                 row, CPU
-            )  # which may not be what it needs: only a right answer says anything
+            )  # may be invalid contents: only a correct output is conclusive
             compared = compared if _get_trust_order(on_zeros) else on_zeros
         return compared
 
@@ -316,7 +320,7 @@ class _Outcomes:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 values = list(flatten_values(bound(inputs)))
-        except Exception as error:  # noqa: BLE001  (any op may raise anything; it is said)
+        except Exception as error:  # noqa: BLE001  (any op may raise anything; it is reported)
             return self._why(row["call"], error), []
         wrong = []
         for number, tensor in enumerate(row["outputs"]):
@@ -336,7 +340,7 @@ class _Outcomes:
         return None, wrong
 
     def wrong_outputs(self) -> Iterator[WrongOutput]:
-        """What was given otherwise than recorded, with the number of ops that do so."""
+        """Yields outputs that differ from the recording, with the number of ops."""
         for key, several in self._wrong.items():
             for wrong in several:
                 yield replace(wrong, count=self._calls[key])
@@ -358,7 +362,7 @@ class _Outcomes:
         return self._bound[call, device]
 
     def _in_words(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> str:
-        """Type, shape and the strides that matter: `float32[8, 1, 4] by [4, -, 1]`."""
+        """Returns type, shape and significant strides: `float32[8, 1, 4] by [4, -, 1]`."""
         base_text = f"{dtype}[{', '.join(map(str, shape))}]"
         if not self._strides or 0 in shape:
             return base_text
@@ -369,7 +373,7 @@ class _Outcomes:
         return f"{base_text} by [{', '.join(stride_texts)}]"
 
     def _why(self, call: int, error: Exception) -> tuple[str, str]:
-        """The reason for which an op could not be run without contents."""
+        """Returns the reason why an op could not be run without contents."""
         import torch
         from torch._subclasses.fake_tensor import (
             DataDependentOutputException,
@@ -407,10 +411,10 @@ class _Outcomes:
 
 
 def _get_trust_order(compared: _Compared) -> int:
-    """0 for an op that gives what was recorded; more, the less there is to learn from what it did."""
+    """Returns 0 for an op whose outputs match; larger numbers for less conclusive results."""
     refusal, wrong = compared
     reason = ("" if wrong else None) if refusal is None else refusal[0]
     order = (None, DATA_DEPENDENT, "", NO_META_KERNEL)
     return (
         order.index(reason) if reason in order else len(order)
-    )  # it fails, or that device has no such op
+    )  # it fails, or the device lacks the op

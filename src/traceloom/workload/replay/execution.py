@@ -1,15 +1,17 @@
-"""Runs instructions: threads, streams, timers, failures; GPU times.
+"""Running the instructions of a program on threads and streams, with timers, failures and GPU
+times.
 
 A register holds a tensor, a constant, or a work that is waited for later. An instruction is a
-function, what picks its arguments from the registers (all in C), the register of its result, which
-parts of that go to other registers, and the registers that are empty afterwards, so that what
-nobody uses any more is freed there as it was in the original.
+function, a picker of its arguments from the registers (all in C), the register of its result, the
+registers for parts of it, and the registers to clear afterwards, so that unused memory is freed as
+in the original.
 
-The first pass, which nobody times, settles what only running can tell: how a result is built, which
-ops fail here, and which give another shape than was recorded. From then on a pass is a fixed list.
+The first, untimed pass determines what only running can show: the structure of results, which ops
+fail here, and which yield another shape than recorded. From then on a pass is a fixed list of
+calls.
 
-What a host clock sees of an op on a GPU is its launch; an op that waits for the device takes as
-long as all before it.
+For an op on a GPU, a host clock measures its launch; an op that waits for the device takes as long
+as all work before it.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ if TYPE_CHECKING:
 Registers = list[Any]
 Pick = Callable[[Registers], Sequence[Any]]
 NOT_TIMED = -1
-"""The op of an instruction that no row of the plan stands for."""
+"""The op of an instruction without a row in the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A tensor of the plan without its content; `bytes` are those of its storage, `on_host` it
-    stays on processors.
+    """A tensor of the plan without its content; `bytes` is the size of its storage, `on_host`
+    whether it stays on the CPU.
     """
 
     shape: tuple[int, ...]
@@ -63,8 +65,8 @@ class Geometry:
     on_host: bool = False
 
     def new(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor on a storage of its own, of ones; of zeros where it holds no floats, because
-        they may be indices.
+        """Returns a tensor on a new storage, filled with ones; with zeros unless it holds floats,
+        since integers may be indices.
         """
         import torch
 
@@ -76,7 +78,7 @@ class Geometry:
         return storage.as_strided(self.shape, self.strides, self.offset)
 
     def is_of(self, value: Any) -> bool:
-        """Whether what an op returned has this shape and type."""
+        """Returns whether a result has this shape and type."""
         return (
             hasattr(value, "dtype")
             and value.shape == self.shape
@@ -89,14 +91,14 @@ class Instruction:
     """One call.
 
     Attributes:
-        op: The row of the plan's `ops` it stands for, or `NOT_TIMED`.
-        function: What is called.
-        pick: Its arguments from the registers.
-        outputs: Registers of what it returns, flattened; None where nobody needs it.
-        dead: Registers that are empty afterwards.
-        fallible: Whether a failure is replaced; else it ends the run.
+        op: The row of the plan's `ops`, or `NOT_TIMED`.
+        function: The function to call.
+        pick: Picks its arguments from the registers.
+        outputs: Registers of its flattened results; None for unused ones.
+        dead: Registers to clear afterwards.
+        fallible: Whether a failure is replaced by a stand-in; else it ends the run.
         lane: The number of the thread that calls it.
-        stand_in_ns: How long takes what stands in for it should it fail.
+        stand_in_ns: Duration of its stand-in if it fails.
     """
 
     op: int
@@ -110,18 +112,18 @@ class Instruction:
 
 
 class ThreadHandOff:
-    """Passes from a thread that is done with an op to one that waits for it."""
+    """Hands over from a thread that is done with an op to one that waits for it."""
 
     def __init__(self) -> None:
         self._given = threading.Semaphore(0)
         self._stopped = False
 
     def give(self) -> None:
-        """Let the other thread go on."""
+        """Lets the other thread continue."""
         self._given.release()
 
     def take(self) -> None:
-        """Wait for it.
+        """Waits for the other thread.
 
         Raises:
             InterruptedError: The other thread failed.
@@ -131,16 +133,17 @@ class ThreadHandOff:
             raise InterruptedError
 
     def stop(self) -> None:
-        """Nobody gives it any more."""
+        """Wakes the waiting thread with an error."""
         self._stopped = True
         self._given.release()
 
 
 def make_picker(argument_registers: Sequence[int | Sequence[Any]]) -> Pick:
-    """What takes arguments out of the registers.
+    """Returns a function that picks arguments from the registers.
 
     Args:
-        argument_registers: The register of each argument; a list of them (of lists ...) for an argument that is a list of tensors.
+        argument_registers: The register of each argument; a list of them (of lists ...) for an
+            argument that is a list of tensors.
     """
     if any(not isinstance(item, int) for item in argument_registers):
         parts = [
@@ -157,7 +160,7 @@ def make_picker(argument_registers: Sequence[int | Sequence[Any]]) -> Pick:
 def create_tensors(
     geometries: Sequence[Geometry | None], device: torch.device | str, time_ns: int = 0
 ) -> list[Any]:
-    """What stands in for an op: tensors as it gave them, after the time that it took."""
+    """Stands in for an op: returns tensors of its recorded outputs after its recorded time."""
     end = time.perf_counter_ns() + time_ns
     tensors = [geometry.new(device) if geometry else None for geometry in geometries]
     hold_until(end)
@@ -168,9 +171,7 @@ _SLEEPS_LATE_NS = 200_000
 
 
 def hold_until(end_ns: int) -> None:
-    """Do nothing until a time of `time.perf_counter_ns`; the last of it is spun, because sleep is
-    late.
-    """
+    """Waits until a time of `time.perf_counter_ns`; spins at the end, because sleep wakes late."""
     remaining_ns = end_ns - time.perf_counter_ns()
     if remaining_ns > 2 * _SLEEPS_LATE_NS:
         time.sleep((remaining_ns - _SLEEPS_LATE_NS) / 1e9)
@@ -178,8 +179,8 @@ def hold_until(end_ns: int) -> None:
         pass
 
 
-# Its place among the instructions, the function, what picks its arguments, the register of its
-# result, which parts of that go to which registers, and registers that are empty afterwards.
+# Index of the instruction, function, picker of its arguments, register of its result, registers of
+# parts of the result, and registers to clear afterwards.
 _Call = tuple[int, Callable[..., Any], Pick, int, tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
@@ -188,16 +189,20 @@ class Program:
 
     Args:
         instructions: The calls, in order; the program changes those that fail.
-        registers: As every pass begins: external tensors and constants in, all else None.
-        geometries: Of the registers that hold tensors of the plan, which are the first ones.
-        device: Where tensors are made that replace others.
-        turns: Those that instructions of several threads take and give.
+        registers: Registers at the start of every pass: external tensors and constants, all else
+            None.
+        geometries: Geometries of the registers that hold tensors of the plan, which are the first
+            ones.
+        device: Device of replacement tensors.
+        hand_offs: Those used by instructions of several threads.
 
     Attributes:
-        registers: As every pass begins.
-        failures: By op: what it said when it failed. Its outputs are tensors as recorded ever since.
-        replaced: By op: which other shapes it gave than were recorded. Tensors as recorded take their places.
-        peak_bytes: Most bytes of storages in registers at once.
+        registers: Registers at the start of every pass.
+        failures: Op -> its error message. Its outputs are replaced by tensors as recorded from then
+            on.
+        replaced: Op -> the shapes it returned that differ from the recording. Tensors as recorded
+            replace them.
+        peak_bytes: Peak bytes of storages in registers.
     """
 
     def __init__(
@@ -212,7 +217,7 @@ class Program:
         self.registers = [
             *registers,
             *[None] * lanes,
-        ]  # each thread has a register for what nobody needs
+        ]  # each thread has a register for unused results
         self.failures: dict[int, str] = {}
         self.replaced: dict[int, str] = {}
         self.peak_bytes = 0
@@ -225,10 +230,11 @@ class Program:
         self._times = [[0] * len(instructions) for _ in range(4)]
 
     def settle(self, failed: Callable[[int, str], object] = lambda _op, _text: None) -> None:
-        """Run the first pass: one op after another, each result looked at.
+        """Runs the first pass: one op after another, checking each result.
 
         Args:
-            failed: Told of each op that fails, with what it said; what it raises ends the pass.
+            failed: Called with each op that fails and its message; an exception from it ends the
+                pass.
         """
         registers = self.registers.copy()
         alive = _LiveBytes(registers)
@@ -243,7 +249,7 @@ class Program:
                 text = f"{type(error).__name__}: {error}"
                 failed(instruction.op, text)
                 self.failures[instruction.op] = text
-                # What an op changes in place is there already.
+                # Tensors changed in place are already in their registers.
                 instruction.outputs = tuple(
                     output if output is not None and registers[output] is None else None
                     for output in instruction.outputs
@@ -275,8 +281,8 @@ class Program:
     def _settle_result(
         self, instruction: Instruction, result: Any
     ) -> tuple[int, tuple[tuple[int, int], ...], Any]:
-        """Where what an op returns goes from now on: the register of all, those of its parts; and
-        the result itself.
+        """Returns where the result of an op goes from now on: the register of the whole, those of
+        its parts; and the result itself.
         """
         is_one = not isinstance(result, (list, tuple))
         scratch = self._scratch + instruction.lane
@@ -315,11 +321,11 @@ class Program:
         return scratch, stored_parts, parts
 
     def run_once(self) -> None:
-        """One pass: nothing but the calls."""
+        """Runs one pass with nothing but the calls."""
         self._on_all_lanes(_run_calls)
 
     def run_within(self, within: Callable[..., Any]) -> None:
-        """One pass in which `within(op, function, *arguments)` makes each call."""
+        """Runs one pass in which `within(op, function, *arguments)` makes each call."""
 
         def run(registers: Registers, calls: Sequence[_Call]) -> None:
             ops = (self._instructions[call[0]].op for call in calls)
@@ -332,7 +338,7 @@ class Program:
         self._on_all_lanes(run)
 
     def run_timed(self, cpu_clock: Callable[[], int] = time.thread_time_ns) -> None:
-        """One pass with a timer around each call; `times` gives what it read."""
+        """Runs one pass with a timer around each call; `times` returns the readings."""
         clock = time.perf_counter_ns
         start, end, cpu_begin, cpu_end = self._times
 
@@ -351,7 +357,7 @@ class Program:
         self._on_all_lanes(run)
 
     def _on_all_lanes(self, run: Callable[[Registers, Sequence[_Call]], None]) -> None:
-        """Run the calls of each thread; the first error of one of them ends the others."""
+        """Runs the calls of each thread; the first error in one of them stops the others."""
         registers = self.registers.copy()
         if len(self._lanes) == 1:
             return run(registers, self._lanes[0])
@@ -375,7 +381,7 @@ class Program:
         return None
 
     def times(self) -> pl.DataFrame:
-        """Of the last timed pass, a row per op: op, duration_ns, cpu_ns."""
+        """Returns the times of the last timed pass, a row per op: op, duration_ns, cpu_ns."""
         start, end, cpu_begin, cpu_end = (
             pl.Series(values, dtype=pl.Int64) for values in self._times
         )
@@ -414,7 +420,7 @@ def _call_and_replace(
 
 
 class _LiveBytes:
-    """How many bytes of storages the registers hold."""
+    """The bytes of storages in the registers."""
 
     def __init__(self, registers: Registers) -> None:
         self._registers = registers
@@ -425,7 +431,7 @@ class _LiveBytes:
         self.look(range(len(registers)))
 
     def look(self, changed: Iterable[int]) -> None:
-        """Account for registers that hold something else now."""
+        """Accounts for registers whose content has changed."""
         for register in changed:
             if (before := self._storages.pop(register, None)) is not None:
                 self._holders[before] -= 1
@@ -446,16 +452,16 @@ _PASSES = 5
 def measure_device_times(
     execution: PlanRunner, wait_for_ranks: Callable[[], None] | None = None
 ) -> pl.DataFrame:
-    """The GPU time of the ops of a plan, the median over some further passes; no rows where it runs
-    on processors.
+    """Returns the GPU time of the ops of a plan, the median over some extra passes; no rows if it
+    runs on the CPU.
 
     Args:
         execution: The plan, run once.
         wait_for_ranks: Waits for the other ranks before a pass.
 
     Raises:
-        CheckError: `no-gpu-times`: the profiler does not start, or gives nothing.
-        InputError: What it gives cannot be read.
+        CheckError: `no-gpu-times`: the profiler does not start, or records nothing.
+        InputError: Its output cannot be read.
     """
     if execution.device.type == "cpu":
         return GPU_TIMES.to_frame()
@@ -471,11 +477,11 @@ def measure_device_times(
         try:
             activity = getattr(ProfilerActivity, execution.device.type.upper())
             stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # that a second window would clear the first
+            warnings.simplefilter("ignore")  # warnings that a second window clears the first
             profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU, activity]))
         except (RuntimeError, AttributeError) as error:
             failure = str(error)
-        for _ in range(_PASSES):  # also without: the other ranks wait in each pass
+        for _ in range(_PASSES):  # even without marks: the other ranks wait in each pass
             execution.run_pass(call_wrapper=within, wait_for_ranks=wait_for_ranks)
     if profiler is None:
         raise CheckError(f"the profiler does not start: {failure}", slug="no-gpu-times")
@@ -486,10 +492,10 @@ def measure_device_times(
 
 
 def compute_marked_times(trace: Trace) -> pl.DataFrame:
-    """The GPU time below the marks of each op, the median over its marks.
+    """Returns the GPU time below the marks of each op, the median over its marks.
 
     Args:
-        trace: Of some passes whose ops are marked.
+        trace: Trace of some passes with marked ops.
 
     Returns:
         op, gpu_ns; a row for each op that launched something.

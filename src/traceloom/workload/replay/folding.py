@@ -1,8 +1,7 @@
-"""Repeats: stretches of a program that do the same to other registers, distinct once and called
-many times.
+"""Folding repeated stretches of a program into blocks that are written once and called many times.
 
-Two stretches are the same where they do the same things in the same order and their registers are
-equal up to renaming. The best repeat (the one that saves most lines) becomes a block, its places
+Two stretches are equal if they perform the same operations in the same order and their registers
+are equal up to renaming. The best repeat (which saves most lines) becomes a block, its occurrences
 become calls of it, and so on, in the rest and in the blocks themselves: layers within batches
 within steps.
 """
@@ -18,20 +17,20 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-_MIN_LINES = 5  # lines of a block
-_MIN_SAVED_LINES = 12  # lines that a block must save at least
-_LENGTHS, _GROUPS, _TRIED = 40, 4, 30  # candidates: lengths, stretches of each, and of all
-_PARAMETERS_PER_LINE = 8  # parameters of a call
+_MIN_LINES = 5  # min lines of a block
+_MIN_SAVED_LINES = 12  # min lines that a block must save
+_LENGTHS, _GROUPS, _TRIED = 40, 4, 30  # candidates: lengths, stretches per length, in total
+_PARAMETERS_PER_LINE = 8  # parameters that fit a line of a call
 
 
 class ProgramLine(NamedTuple):
     """One line of a program.
 
     Attributes:
-        what: What is done: a number that the caller gives; -1 - n calls the n-th block.
-        reads: Registers that it takes.
-        writes: Registers that it makes.
-        source: Where it comes from, that of its first place in a block; not looked at.
+        what: Number of the operation, chosen by the caller; -1 - n calls the n-th block.
+        reads: Registers that it reads.
+        writes: Registers that it writes.
+        source: Its origin; in a block, that of the first occurrence. Not compared.
     """
 
     what: int
@@ -41,8 +40,8 @@ class ProgramLine(NamedTuple):
 
 
 class Renamed(NamedTuple):
-    """A stretch with its registers numbered by their first use: `form` is equal for stretches that
-    are the same.
+    """A stretch with its registers numbered by their first use; equal stretches have equal
+    `form`.
     """
 
     form: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]
@@ -61,17 +60,17 @@ class FoldedProgram:
     """A program and its blocks.
 
     Attributes:
-        bodies: Lines of the program, then those of each block: block n is `bodies[n]`. The registers of a block are its
-            own: its parameters 0, 1, ... first, in the order in which its calls read them, then what it makes, in the
-            order in which they write it.
-        parameters: How many parameters each has.
+        bodies: Lines of the program, then those of each block: block n is `bodies[n]`. The
+            registers of a block are its own: its parameters 0, 1, ... first, in the order in which
+            its calls read them, then its results, in the order in which they are written.
+        parameters: Number of parameters of each.
     """
 
     bodies: list[list[ProgramLine]]
     parameters: list[int]
 
     def calls(self) -> list[int]:
-        """How many times each body runs in one run of the program."""
+        """Returns how many times each body runs in one run of the program."""
         counts = [0] * len(self.bodies)
         counts[0] = 1
         for body in self.outermost_first():
@@ -81,7 +80,7 @@ class FoldedProgram:
         return counts
 
     def outermost_first(self) -> list[int]:
-        """The bodies, each before those that it calls."""
+        """Returns the bodies, each before those that it calls."""
         order: list[int] = []
 
         def visit(body: int) -> None:
@@ -99,12 +98,13 @@ class FoldedProgram:
 def find_repeats(
     lines: Sequence[ProgramLine], starts: frozenset[int] = frozenset(), max_blocks: int = 60
 ) -> FoldedProgram:
-    """Find the blocks of a program.
+    """Finds the blocks of a program.
 
     Args:
         lines: The program.
-        starts: Sources at which a block had best begin (a scope does), of stretches that are as good.
-        max_blocks: How many blocks.
+        starts: Sources at which a block preferably begins, such as a scope, among equally good
+            stretches.
+        max_blocks: Max number of blocks.
     """
     bodies, parameters = [list(lines)], [0]
     while len(bodies) <= max_blocks and (best := _find_best_repeat(bodies, starts)):
@@ -129,7 +129,7 @@ def find_repeats(
 
 
 def rename(segment: Sequence[ProgramLine]) -> Renamed:
-    """A stretch by registers of its own: what it reads first as 0, 1, ..., then what it makes."""
+    """Numbers the registers of a stretch: inputs first as 0, 1, ..., then results."""
     parameters: dict[int, int] = {}
     created: dict[int, int] = {}
     for line in segment:
@@ -153,7 +153,7 @@ def rename(segment: Sequence[ProgramLine]) -> Renamed:
 def _find_best_repeat(
     bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]
 ) -> _Repeat | None:
-    """The repeat that saves most lines."""
+    """Returns the repeat that saves most lines."""
     line_positions = [
         (body, token_indices)
         for body, lines in enumerate(bodies)
@@ -161,7 +161,7 @@ def _find_best_repeat(
     ]
     separators = iter(
         range(2**62, 2**62 + len(bodies))
-    )  # between bodies, so that no stretch goes over
+    )  # separators between bodies, which no stretch crosses
     tokens = np.array(
         [token for lines in bodies for token in (*(line.what for line in lines), next(separators))]
     )
@@ -193,19 +193,22 @@ def _find_best_repeat(
 
 
 def _count_saved_lines(length: int, count: int, parameters: int = 0) -> float:
-    """Lines that a block of this length spares at so many places."""
+    """Returns the lines that a block of this length saves when called `count` times."""
     return (count - 1) * length - count * (1 + parameters / _PARAMETERS_PER_LINE)
 
 
 def _find_candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
-    """Stretches of equal tokens: what they save at most, their length, and where they begin, none
-    over another.
+    """Yields stretches of equal tokens: max saving, length, and non-overlapping start positions.
+
+    Method: prefix doubling, as for suffix arrays. `levels[k]` numbers the distinct stretches of
+    2**k tokens; from these, the common length of pairs of equal positions is found by binary
+    descent.
     """
     n = tokens.size
     levels = [np.append(np.unique(tokens, return_inverse=True)[1].reshape(-1), n)]
     while (
         width := 1 << (len(levels) - 1)
-    ) * 2 <= n:  # classes of the stretches of 2, 4, 8, ... tokens at each place
+    ) * 2 <= n:  # equivalence classes of the stretches of 2, 4, 8, ... tokens at each position
         last = levels[-1]
         following = np.minimum(np.arange(n) + width, n)
         key = last[:-1] * (2 * n + 1) + np.where(following < n, last[following], n + np.arange(n))
@@ -231,12 +234,12 @@ def _find_candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
 
 
 def _find_frequent(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, list[int]]]:
-    """Of one length: the stretches that come most often."""
+    """Yields the most frequent stretches of one length."""
     k = min(length.bit_length() - 1, len(levels) - 1)
     n = levels[0].size - 1
     offsets = np.arange(n - length + 1)
     key = levels[k][offsets] * (n + 1) + levels[k][offsets + length - (1 << k)]
-    if length > 2 << k:  # the highest level tells every place from every other
+    if length > 2 << k:  # at the highest level all positions are distinct
         return
     order = np.argsort(key, kind="stable")
     heads = np.flatnonzero(np.diff(key[order], prepend=-1))

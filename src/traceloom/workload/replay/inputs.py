@@ -1,10 +1,10 @@
-"""Host traces, recorded times, files beside them.
+"""Inputs of a plan: host traces, recorded times, and the files next to a host trace.
 
-PyTorch's observer leaves both there where it is told to; our recorder leaves the sources of
-compiled kernels.
+PyTorch's observer writes host traces and, if told to, files with tensors; our recorder writes the
+sources of compiled kernels.
 
-Who made the trace made the directory too. So names are those that PyTorch gives, and what is read
-are files that lie in the directory: no links, no devices, none larger than it may be.
+The author of the trace also controls the directory, so names must be those that PyTorch uses, and
+only regular files of limited size in that directory are read, no links or devices.
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ _FOR_GPU = r"^triton_"  # kernels that a compiled graph launches
 
 @dataclass(frozen=True)
 class RecordedTimes:
-    """What was measured of the nodes of a host trace; by id there.
+    """Measured times of the nodes of a host trace, by their id there.
 
     Attributes:
         durations_ns: Durations of each node's events, in order of time.
-        gap_ns: Host time between the end of the op before it on its thread and its start, the median.
+        gap_ns: Host time between the end of the previous op on its thread and its start, the
+            median.
         stream: Stream of the first GPU work below it.
-        gpu_ns: GPU time of the work that it launched, the median over its events; those without work have none.
+        gpu_ns: GPU time of the work that it launched, the median over its events; nodes without
+            work have none.
         steps: The timed steps: step, duration_ns, cpu_ns.
-        holes: Compiled graphs that spend time outside of ops: see `holes_of`.
+        holes: Compiled graphs that spend time outside of ops; see `find_uncovered_time`.
     """
 
     durations_ns: dict[int, list[int]] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class RecordedTimes:
 
 
 def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> RecordedTimes:
-    """What a device trace says of the ops of a host trace.
+    """Returns the times of a device trace for the ops of a host trace.
 
     Args:
         trace: The device trace.
@@ -121,18 +123,19 @@ def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> 
 
 
 def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
-    """Host time in compiled graphs that no op explains: kernels for the CPU are no ops, so no host
-    trace has them.
+    """Returns host time in compiled graphs that no op explains: CPU kernels are not ops, so they
+    are in no host trace.
 
-    Kernels for GPUs are, so that the time between the ops of a graph that has any is Python's.
+    GPU kernels are, so time between the ops of a graph with GPU kernels is Python's and does not
+    count.
 
     Args:
         trace: The device trace.
         runs: Events that are ops which run; shape (events,).
 
     Returns:
-        By name of the graph: count, and duration_ns of all of them without the ops inside, both of
-        a mean step where there are whole ones.
+        By name of the graph: count, and duration_ns of all of them without the ops inside, both per
+        step if there are complete ones.
     """
     if (
         not build_vocabulary(trace).matching(COMPILED).any()
@@ -164,9 +167,7 @@ def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
 
 
 def _select_complete_steps(trace: Trace) -> pl.DataFrame:
-    """The steps of a window that were recorded whole, with the processor time that a capture knows
-    of them.
-    """
+    """Returns the complete steps of a window, with their processor time if the capture has it."""
     steps = trace.steps.filter(pl.col("complete")).select(
         "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     )
@@ -184,11 +185,12 @@ def _select_complete_steps(trace: Trace) -> pl.DataFrame:
 
 
 def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
-    """The GPU work that some host events launched, in the order of the trace.
+    """Returns the GPU work that some host events launched, in trace order.
 
     Args:
         trace: The device trace.
-        among: The events that are asked for; shape (events,). Work goes to the innermost of them around its launch.
+        among: The candidate events; shape (events,). Work is assigned to the innermost of them
+            around its launch.
 
     Returns:
         A row for each piece of work: event (its row in `events`), stream, duration_ns.
@@ -203,7 +205,7 @@ def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
 
 
 def collect_graph_times(graph: Graph, rank: int, _chosen: Ints) -> RecordedTimes:
-    """What a saved graph says: of each op the span of its nodes, in every step that it holds."""
+    """Returns the times in a saved graph: of each op the span of its nodes, in every step."""
     nodes = graph.nodes.filter(
         (pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null()
     )
@@ -221,16 +223,16 @@ def collect_graph_times(graph: Graph, rank: int, _chosen: Ints) -> RecordedTimes
 
 
 AnyPath = str | os.PathLike[str]
-_MAX_TIME_APART = timedelta(days=1)  # ranks in other time zones
+_MAX_TIME_APART = timedelta(days=1)  # ranks may be in other time zones
 
 
 class PlanInput(Struct, frozen=True):
-    """The host trace of one rank with what else is known of it.
+    """The host trace of one rank with its other data.
 
     Attributes:
         rank: The rank.
         host: Its host trace.
-        originals: Given the ids of the chosen nodes, what was measured of them.
+        originals: Returns the measured times for the ids of chosen nodes.
         capture: The rank's part of capture.json.
     """
 
@@ -243,15 +245,16 @@ class PlanInput(Struct, frozen=True):
 def open_inputs(
     paths: Sequence[AnyPath], *, cache: bool
 ) -> tuple[str, list[PlanInput], list[Notice]]:
-    """Read what shall be planned: what the user gave, in a word; the host trace of each rank; what
-    must be known.
+    """Reads the inputs of a plan; returns the kind of input in a word, the host trace of each rank,
+    and notices.
 
     Args:
-        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`, or `.et` files of ours.
-        cache: Look into the cache of read traces, and fill it.
+        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`, or
+            our own `.et` files.
+        cache: Use the cache of parsed traces, and fill it.
 
     Raises:
-        InputError: `no-host-trace`, `two-host-traces`; or the refusal of a file.
+        InputError: `no-host-trace`, `two-host-traces`; or the rejection of a file.
     """
     texts = tuple(os.fspath(path) for path in paths)
     if len(texts) == 1 and (is_chakra(Path(texts[0])) or graph_store.is_graph(Path(texts[0]))):
@@ -302,7 +305,7 @@ def open_inputs(
 
 
 def _check_one_run(hosts: Sequence[HostTrace]) -> None:
-    """Host traces of one run are of one version, name the same groups and began together.
+    """Checks that host traces have one version, name the same groups and started together.
 
     Raises:
         UsageError: `several-runs`.
@@ -332,7 +335,7 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
 
 
 def _parse_time(text: str | None) -> datetime | None:
-    """A time of day as the observer writes it."""
+    """Parses a time of day as written by the observer."""
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(text or "")
     return None
@@ -357,17 +360,18 @@ def _open_graph(graph: Graph, path: str) -> list[PlanInput]:
     ]
 
 
-_MAX_DUMP_BYTES = 1 << 28  # bytes of all that is taken of a directory
+_MAX_DUMP_BYTES = 1 << 28  # bytes read in total from a directory
 _NO_FOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 _DUMP = re.compile(r"nid_(\d{1,18})_tid_(\d{1,9})\.dat")
 
 
 class Resources:
-    """The directory that belongs to a host trace; empty where there is none.
+    """The directory that belongs to a host trace; empty if there is none.
 
     Args:
-        trace: The host trace. PyTorch leaves what belongs to `a.json` in `a_resources`, to `a.json.gz` in
-            `a.json_resources`; whoever compresses `a.json` later has `a.json.gz` and `a_resources`.
+        trace: The host trace. PyTorch puts files for `a.json` into `a_resources`, for `a.json.gz`
+            into `a.json_resources`; if `a.json` was compressed later, there are `a.json.gz` and
+            `a_resources`.
     """
 
     def __init__(self, trace: str | Path) -> None:
@@ -395,8 +399,8 @@ class Resources:
 
     @cached_property
     def dumps(self) -> Mapping[int, Mapping[int, str]]:
-        """Files with what an integer tensor held when an op began: by node and number of the tensor
-        among its inputs.
+        """Files with the values of integer tensors at the start of an op: by node and number of the
+        tensor among its inputs.
 
         PyTorch writes them with
         ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_DATA=aten::embedding,...
@@ -408,11 +412,11 @@ class Resources:
         return out
 
     def dumped(self, name: str, tensor: RecordedTensor) -> Array | None:
-        """What a tensor of integers held; None where the file is not of its size, or of other
-        memory than its own.
+        """Returns the values of an integer tensor; None if the file does not have its size, or has
+        other memory than the tensor's.
 
-        PyTorch writes the memory from the first element on, as many bytes as the tensor has. Of a
-        tensor on a CPU it takes the offset, which is in elements, for one in bytes.
+        PyTorch writes the memory from the first element on, as many bytes as the tensor has. For a
+        tensor on the CPU, it uses the offset, which is in elements, as one in bytes.
         """
         geometry = tensor.geometry
         size = tensor.elements * ITEM_BYTES.get(geometry.dtype, 0)
@@ -434,8 +438,8 @@ class Resources:
         return np.lib.stride_tricks.as_strided(memory, geometry.shape, steps, writeable=False)
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """A file of the directory; None where it has none of that name, or one of more than
-        `max_bytes` bytes.
+        """Returns the content of a file of the directory; None if there is none of that name, or it
+        has more than `max_bytes` bytes.
         """
         if self.directory is None or self.sizes.get(name, max_bytes + 1) > max_bytes:
             return None

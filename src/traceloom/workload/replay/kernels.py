@@ -1,11 +1,11 @@
-"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left beside the
-host trace.
+"""Kernels of compiled graphs: Triton programs whose sources the recorder or PyTorch left next to
+the host trace.
 
-A source is a stranger's code, and to run it is to trust it. So a plan holds sources and their
-SHA-256 and runs none of them; a run does where the user says so (`--trust`), and where there is a
-GPU and Triton. Otherwise stand-ins take the place of the kernels, with the reason. What a kernel
-takes is what PyTorch recorded: tensors, numbers, the stream behind them and, until PyTorch 2.5, the
-grid before that.
+A source is untrusted code, and running it means trusting it. So a plan contains sources and their
+SHA-256 but runs none of them; a run does if the user allows it (`--trust`), and if there is a GPU
+and Triton. Otherwise stand-ins replace the kernels, with the reason. A kernel gets the arguments
+that PyTorch recorded: tensors, numbers, the stream after them and, until PyTorch 2.5, the grid
+before that.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from traceloom.workload.replay.values import Kind
 if TYPE_CHECKING:
     import torch
 
-# Why a stand-in takes the place of a kernel, as far as a plan can tell.
+# Why a stand-in replaces a kernel, as far as a plan determines it.
 KERNEL_REASONS = {
     NO_SOURCES: "the source of the compiled kernel was not captured beside the host trace",
     NOT_TRUSTED: "the source of the compiled kernel came with the trace, and runs on a GPU with --trust",
 }
-_MAX_BYTES = 1 << 20  # of a source
+_MAX_BYTES = 1 << 20  # max size of a source
 _GRID = re.compile(r"(\w*)\(((?:\d{1,10},? ?){1,3})\)")
 _GRIDS = frozenset({"grid", "split_scan_grid"})
 
 
 class KernelSource(msgspec.Struct, frozen=True):
-    """A captured module that holds a kernel.
+    """A captured module with a kernel.
 
     Attributes:
-        file: Its name, which its content decides.
+        file: Its name, which is derived from its content.
         text: The module.
         sha256: Of its bytes.
     """
@@ -62,8 +62,8 @@ class KernelSource(msgspec.Struct, frozen=True):
 
 
 def read_source(resources: Resources, file: str) -> KernelSource | None:
-    """A source that lies beside a host trace; None where there is none, or it is no text, or longer
-    than any.
+    """Returns a source next to a host trace; None if there is none, or it is not text, or too
+    long.
     """
     data = resources.read(file, _MAX_BYTES) if SOURCE_NAME.fullmatch(file) else None
     try:
@@ -77,11 +77,11 @@ def read_source(resources: Resources, file: str) -> KernelSource | None:
 
 
 def convert_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[bytes, str | None]:
-    """The arguments of a recorded kernel as those of a call, and its grid as it was written.
+    """Returns the arguments of a recorded kernel as those of a call, and its grid as written.
 
     Args:
-        values: As recorded; the last is the stream, of which a replay has its own.
-        kinds: Of each.
+        values: As recorded; the last is the stream, which a replay replaces by its own.
+        kinds: Kind of each.
     """
     grid, call_arguments = None, list(zip(values, kinds, strict=False))[:-1]
     if (
@@ -103,8 +103,8 @@ def convert_arguments(values: Sequence[Any], kinds: Sequence[Kind]) -> tuple[byt
 
 
 def describe_sources(plan: ReplayPlan) -> list[str]:
-    """The sources that a trusted run executes: a line for each, with its hash and how often it is
-    called.
+    """Returns the sources that a trusted run executes: a line for each, with its hash and its
+    number of calls.
     """
     calls: Counter[tuple[str, str]] = Counter()
     for rank_plan in plan:
@@ -117,7 +117,7 @@ def describe_sources(plan: ReplayPlan) -> list[str]:
 
 
 def find_missing_hardware(device: torch.device) -> Refusal | None:
-    """What a kernel needs and this machine does not have."""
+    """Returns what a kernel needs and this machine lacks; None if nothing."""
     if device.type == "cpu":
         return Refusal("no-gpu", "it was compiled for a GPU, and the replay runs on the CPU")
     if importlib.util.find_spec("triton") is None:
@@ -126,7 +126,7 @@ def find_missing_hardware(device: torch.device) -> Refusal | None:
 
 
 def get_current_stream(device: torch.device) -> int:
-    """The stream on which PyTorch launches now, as the driver knows it."""
+    """Returns the driver's handle of the stream on which PyTorch launches now."""
     from torch._dynamo.device_interface import get_interface_for_device
 
     return int(get_interface_for_device(device.type).get_raw_stream(device.index or 0))
@@ -135,7 +135,7 @@ def get_current_stream(device: torch.device) -> int:
 def run_kernel(
     run: Callable[..., Any], stream: Callable[[], int], options: Mapping[str, Any], *arguments: Any
 ) -> None:
-    """Call a kernel as the code of a compiled graph does."""
+    """Calls a kernel as the code of a compiled graph does."""
     run(*arguments, stream=stream(), **options)
 
 
@@ -143,11 +143,11 @@ class KernelLoader:
     """Binds the kernels of a rank's plan.
 
     Args:
-        plan: Of the rank.
-        device: Where it runs.
-        folder: Where sources are written before they are imported; None: none is trusted.
-        lacks: What the machine lacks for them.
-        stream: The stream of a launch.
+        plan: Plan of the rank.
+        device: Device of the run.
+        directory: Where sources are written before they are imported; None if they are not trusted.
+        lacks: Returns what the machine lacks for them.
+        stream: Returns the stream of a launch.
     """
 
     def __init__(
@@ -164,14 +164,14 @@ class KernelLoader:
         self._modules: dict[str, ModuleType] = {}
 
     def bind(self, call: int, arguments: str) -> BoundCall:
-        """A kernel with its arguments.
+        """Returns a kernel with its arguments.
 
         Args:
             call: The row of the plan's `calls`.
-            arguments: JSON as `traceloom.workload.replay.plan` has it.
+            arguments: JSON as in `traceloom.workload.replay.plan`.
 
         Raises:
-            Unbindable: slugs `no-sources`, `not-trusted`, `no-gpu`, `no-triton`, `other-kernel`.
+            BindError: slugs `no-sources`, `not-trusted`, `no-gpu`, `no-triton`, `other-kernel`.
         """
         kernel = self.calls[call]
         if kernel["source"] is None:
@@ -184,11 +184,11 @@ class KernelLoader:
             module = self._modules.get(kernel["sha256"]) or self._imported(
                 self._folder / kernel["sha256"], kernel
             )
-        except Exception as error:  # a stranger's module may raise anything
+        except Exception as error:  # an untrusted module may raise anything
             raise BindError(
                 "other-kernel", f"{kernel['file']}: {type(error).__name__}: {error}"
             ) from error
-        # It is named `triton_` where PyTorch was not told to give each kernel a name of its own.
+        # It is named `triton_` unless PyTorch was told to use unique kernel names.
         run = getattr(
             getattr(module, kernel["name"], getattr(module, "triton_", None)), "run", None
         )
@@ -205,7 +205,7 @@ class KernelLoader:
         return bound
 
     def _imported(self, directory: Path, kernel: Mapping[str, str]) -> ModuleType:
-        """The module of a source, which Triton must be able to read as a file."""
+        """Imports the module of a source, which Triton must be able to read as a file."""
         directory.mkdir(exist_ok=True)
         path = directory / kernel["file"]
         path.write_bytes(kernel["source"].encode())
@@ -217,8 +217,8 @@ class KernelLoader:
         return module
 
     def _options(self, grid: str | None) -> dict[str, Any]:
-        """The grid, where PyTorch handed it over with the arguments: itself, or a function of the
-        block's size.
+        """Returns the grid, if PyTorch passed it with the arguments: itself, or a function of the
+        block size.
         """
         if grid is None or not (match := _GRID.fullmatch(grid)):
             return {}

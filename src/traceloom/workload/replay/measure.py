@@ -1,4 +1,4 @@
-"""Measure a machine: task, fit, result."""
+"""Measuring a machine: the task, the fit and the result."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from traceloom.workload.simulate.calibrate import (
 )
 from traceloom.workload.simulate.machine import Dimension, Machine
 
-_MODEL_ERROR = 0.05  # of a time: lines are that good at best
-_UNSURE = 0.1  # of the median, on either side
+_MODEL_ERROR = 0.05  # min relative error of a fitted line
+_UNSURE = 0.1  # max uncertainty as a fraction of the median
 
 
 def fit_machine(task: Task, recorded: Recorded) -> Calibration:
-    """Fit the machine. Its device has its published peaks, else those that kernels reached."""
+    """Fits the machine. Its device has its published peaks, else those that kernels reached."""
     samples = _samples(recorded.transfers)
     transfers = (
         fit_transfers(samples, _medians(recorded.transfers))
@@ -105,7 +105,7 @@ def _samples(all_series: Sequence[Series]) -> pl.DataFrame:
 
 
 def _medians(all_series: Sequence[Series]) -> pl.DataFrame:
-    """The median of each series, with the error that a line may have there."""
+    """Returns the median of each series, with the error allowed for a line there."""
     rows = [
         (
             series.what,
@@ -123,7 +123,9 @@ def _medians(all_series: Sequence[Series]) -> pl.DataFrame:
 
 
 def _measured_peak(recorded: Recorded) -> Peak:
-    """The best rate of matrix products of each type, in FLOP/s, and of copies and triads, in B/s."""
+    """Returns the best rate of matrix products of each type, in FLOP/s, and of copies and triads,
+    in B/s.
+    """
     best: dict[str, float] = {}
     for series in recorded.kernels:
         name = series.variety if series.what == "matrix_product" else "memory"
@@ -135,17 +137,17 @@ def _measured_peak(recorded: Recorded) -> Peak:
 
 _MAX_BYTES = {"cpu": 1 << 26}
 _MAX_BYTES_ON_DEVICES = 1 << 28
-_MAX_RANKS_ON_PROCESSORS = 2  # where nothing says how many
+_MAX_RANKS_ON_PROCESSORS = 2  # default on the CPU
 _TIMEOUT_S = 60.0
 
 
 class LaunchedProcess(NamedTuple):
-    """What a launcher such as torchrun says of its processes.
+    """The position of this process according to a launcher such as torchrun.
 
     Attributes:
-        rank: Of this one.
-        ranks: Of all.
-        per_host: On this host.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        per_host: Ranks on this host.
     """
 
     rank: int
@@ -154,7 +156,7 @@ class LaunchedProcess(NamedTuple):
 
 
 def launched() -> LaunchedProcess | None:
-    """Which of its processes this one is; None where no launcher has started it."""
+    """Returns the position of this process; None if it was not started by a launcher."""
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return None
     ranks = int(os.environ["WORLD_SIZE"])
@@ -173,18 +175,20 @@ def measure(
     precision: float = 0.03,
     on_status: StatusCallback = lambda _: None,
 ) -> Calibration:
-    """Measure the collectives and kernels of this machine, and fit a machine to them.
+    """Measures the collectives and kernels of this machine, and fits a machine to them.
 
-    Under torchrun its processes measure those of all hosts together, and all have the same answer.
+    Under torchrun its processes measure all hosts together, and all return the same result.
 
     Args:
-        ranks: Processes; None: those of the launcher, else one for each device, or two on processors.
-        device: `cpu`, `cuda` or `xpu`; None: the one there is.
-        backend: Of torch.distributed; None: the usual one of the device.
-        max_bytes: The largest message; None: 64 MiB on processors, 256 MiB on devices.
-        factor: From one size to the next.
-        precision: Each is repeated until its median is known to this part of it, or for some tenths of a second.
-        on_status: Is told what is being done.
+        ranks: Number of processes; None: those of the launcher, else one per device, or two on the
+            CPU.
+        device: `cpu`, `cuda` or `xpu`; None for the available one.
+        backend: Of torch.distributed; None for the default of the device.
+        max_bytes: The largest message; None: 64 MiB on the CPU, 256 MiB on devices.
+        factor: Ratio of consecutive sizes.
+        precision: Each is repeated until the relative uncertainty of its median is at most this, or
+            for some tenths of a second.
+        on_status: Called with a status message.
 
     Raises:
         UsageError: slugs `too-few-devices`, `wrong-usage`.
@@ -237,7 +241,7 @@ def measure(
 
 
 def _device(name: str | None) -> tuple[str, int]:
-    """The device to measure, and how many of it there are."""
+    """Returns the device to measure, and the number of such devices."""
     import torch
 
     kinds = {kind: getattr(torch, kind, None) for kind in BACKENDS}

@@ -35,19 +35,19 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broa
 
 @dataclass(frozen=True)
 class Task:
-    """What every process of a measurement does.
+    """The task of every process of a measurement.
 
     Attributes:
-        ranks: Processes.
-        per_host: Of them on each host, which are numbered host by host.
-        device: What they compute with: `cpu`, `cuda`, `xpu`.
-        backend: What they communicate with: `gloo`, `nccl` ...
+        ranks: Number of processes.
+        per_host: Processes on each host; they are numbered host by host.
+        device: Device type: `cpu`, `cuda`, `xpu`.
+        backend: Of torch.distributed: `gloo`, `nccl` ...
         max_bytes: The largest message.
-        factor: From one size to the next.
-        precision: A median is known well enough when half the width of its interval is no larger part of it.
+        factor: Ratio of consecutive sizes.
+        precision: Max half width of the confidence interval of a median, relative to it.
         timeout_s: How long a rank waits for the others.
-        meeting: Where they meet, an `init_method` of torch.distributed.
-        threads: For the operators of each process; None: as many as torch takes.
+        meeting: An `init_method` of torch.distributed.
+        threads: Threads for the operators of each process; None for torch's default.
     """
 
     ranks: int
@@ -63,17 +63,17 @@ class Task:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the messages."""
+        """Returns the bytes of the messages."""
         sizes = [SMALLEST]
         while sizes[-1] * self.factor <= self.max_bytes:
             sizes.append(sizes[-1] * self.factor)
         return sizes
 
     def groups(self) -> Iterator[Group]:
-        """The groups that communicate, one after the other, while nobody else does.
+        """Yields the groups that communicate, one at a time.
 
-        The ranks of the first host, one rank of every host, and all; of messages the first two
-        ranks of a host, and the first ranks of two hosts.
+        These are the ranks of the first host, one rank of every host, and all; for messages the
+        first two ranks of a host, and the first ranks of two hosts.
         """
         hosts = self.ranks // self.per_host
         kinds = COLLECTIVES[:-1]
@@ -88,12 +88,12 @@ class Task:
 
 
 class Group(NamedTuple):
-    """Ranks that communicate, and how.
+    """A group of ranks and the collectives to measure in it.
 
     Attributes:
         span: Whether they are on one host or on several.
         ranks: Their numbers.
-        kinds: Of collectives.
+        kinds: Kinds of collectives.
     """
 
     span: Span
@@ -102,15 +102,15 @@ class Group(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One thing that was measured again and again.
+    """Repeated measurements of one collective or kernel.
 
     Attributes:
         what: A collective or a kernel.
-        variety: Of a collective its span, of a kernel its element type.
-        ranks: Of the group; of a kernel all that ran it at the same time.
+        variety: The span of a collective, the element type of a kernel.
+        ranks: Size of the group; for a kernel the number of ranks that ran it concurrently.
         size: Bytes of a message or of a buffer, rows of a matrix.
-        amount: Of a collective bytes on the bus, of a kernel operations or bytes that it moves.
-        times_ns: Each time, of the slowest rank.
+        amount: Bytes on the bus of a collective; FLOPs or moved bytes of a kernel.
+        times_ns: Times of the slowest rank.
     """
 
     what: str
@@ -122,11 +122,11 @@ class Series(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a process knows in the end; all know the same.
+    """The results of a measurement, which are equal in all processes.
 
     Attributes:
-        transfers: Of collectives.
-        kernels: Of kernels; none where the peaks of the device are published.
+        transfers: Series of collectives.
+        kernels: Series of kernels; empty if the peaks of the device are published.
         left_out: What could not be measured -> why.
         device: The name of the device.
         one_clock: Whether all ranks read the same clock.
@@ -139,20 +139,21 @@ class Recorded(NamedTuple):
     one_clock: bool
 
 
-_ELEMENT = 4  # bytes: float32
+_ELEMENT = 4  # bytes of a float32
 
 
 def collective(
     kind: str, size_bytes: int, members: Sequence[int], group: Any, device: torch.device
 ) -> tuple[Callable[[], object], int]:
-    """A collective with buffers of its own: the call, and its size as in the column `size_bytes`.
+    """Returns a call of a collective with its own buffers, and its size as in the column
+    `size_bytes`.
 
     Args:
         kind: One of `COLLECTIVES`.
-        size_bytes: About so many.
-        members: Ranks of the group; the first is the root, or sends.
+        size_bytes: Approximate size.
+        members: Ranks of the group; the first is the root, or the sender.
         group: Of torch.distributed.
-        device: Where the buffers are.
+        device: Device of the buffers.
     """
     import torch
     import torch.distributed as dist
@@ -162,7 +163,7 @@ def collective(
     calls: dict[str, Callable[[], object]] = {}
     if kind in {"all_gather", "reduce_scatter"}:
         rank_part = torch.zeros(part, device=device)
-        # the newer names do not warn
+        # the newer names do not emit warnings
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         calls["all_gather"] = lambda: gather(buffer, rank_part, group=group)
@@ -184,21 +185,21 @@ def collective(
 
 _ROWS = {"cpu": (128, 1024)}
 _ROWS_ON_DEVICES = 256, 8192
-_MOVED = {"cpu": 1 << 28}  # bytes that no cache holds
+_MOVED = {"cpu": 1 << 28}  # bytes that exceed every cache
 _MOVED_ON_DEVICES = 1 << 30
 _PRODUCTS = {"cpu": {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}}
 _MATRIX_UNITS = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class Kernel(NamedTuple):
-    """A kernel with buffers of its own.
+    """A kernel with its own buffers.
 
     Attributes:
         name: `matrix_product`, `copy` or `triad`.
-        element_type: As peaks name it.
+        element_type: As named by peaks.
         size: Rows and columns of each matrix, or bytes of each buffer.
-        amount: Operations, or bytes that it reads and writes.
-        call: Does it.
+        amount: FLOPs, or bytes that it reads and writes.
+        call: Runs it.
     """
 
     name: str
@@ -209,8 +210,8 @@ class Kernel(NamedTuple):
 
 
 def kernels(device: torch.device) -> Iterator[Kernel]:
-    """The kernels of a device, matrix products from the smallest to the largest; buffers of one
-    live at a time.
+    """Yields the kernels of a device, matrix products from the smallest to the largest; only the
+    buffers of one exist at a time.
     """
     import torch
 
@@ -240,18 +241,18 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
 
 
 FEWEST = 8
-"""Times before anything is known of a median."""
+"""Number of times before a median is estimated."""
 MOST = 400
 LONGEST_NS = 3e8
-"""Of all times of one thing together."""
-_SIGMAS = 1.96  # 95 of 100 intervals hold the median
+"""Time budget for all repetitions of one measurement."""
+_SIGMAS = 1.96  # for a 95 % confidence interval
 
 
 def half_width(times: Floats) -> float:
-    """Half the width of the interval that holds the median (95 %), as a part of it; from `FEWEST`
-    times on.
+    """Returns half the width of the 95 % confidence interval of the median, relative to the median;
+    needs at least `FEWEST` times.
 
-    The interval ends at times of the sample itself, so it assumes nothing of how they scatter.
+    The interval ends at values of the sample, so it makes no assumption about the distribution.
 
     Example:
         >>> half_width(np.array([9.0, 10, 10, 10, 10, 10, 10, 10, 10, 11]))
@@ -264,24 +265,24 @@ def half_width(times: Floats) -> float:
 
 
 def enough(times: Floats, precision: float) -> bool:
-    """Whether the median is known, or no more time is to be spent on it.
+    """Returns whether the median is precise enough, or the time budget is spent.
 
-    Times of all ranks: all decide alike.
+    The times are those of all ranks, so all ranks decide equally.
     """
     if times.size < FEWEST:
         return False
     return times.size >= MOST or times.sum() >= LONGEST_NS or half_width(times) <= precision
 
 
-_BURST_NS = 2e5  # of kernels between two readings of a clock
+_BURST_NS = 2e5  # duration of kernels between two clock readings
 _MOST_CALLS = 1000
-_SLOW_NS = 1e8  # a kernel that takes longer is the last of its kind
+_SLOW_NS = 1e8  # a kernel that takes longer is the last measured size of its kind
 FAILED_HINT = "another --backend or a smaller --max-size may do"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def main() -> None:
-    """What a process of ours does: one rank."""
+    """Runs one rank of a measurement in a process of its own."""
     take_part(
         lambda job, say: {
             "recorded": msgspec.to_builtins(
@@ -292,15 +293,15 @@ def main() -> None:
 
 
 def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
-    """Take part in a measurement.
+    """Takes part in a measurement.
 
     Args:
-        task: The same on all ranks.
-        rank: Of this process.
-        on_status: Is told what is being measured.
+        task: The task, the same on all ranks.
+        rank: Rank of this process.
+        on_status: Called with a status message.
 
     Raises:
-        InputError: slug `no-rendezvous`: the ranks do not find each other.
+        InputError: slug `no-rendezvous`: the ranks cannot connect.
         PartialError: slug `rank-failed`: a kernel or the communication failed.
     """
     import torch
@@ -326,20 +327,20 @@ def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
                 for series in process.transfers(group, left_out, on_status)
             ]
             one_clock = process.one_clock
-        except RuntimeError as error:  # as torch says whatever fails
+        except RuntimeError as error:  # torch's type of any failure
             message = f"rank {rank} failed: {first_line(error)}"
             raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
     return Recorded(transfers, kernel_series, left_out, name, one_clock)
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, without the lines that only its authors need."""
+    """Returns the first line of a library's error message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextlib.contextmanager
 def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
-    """All ranks together, for what is done inside: the group by which they tell each other times."""
+    """Context with all ranks connected; yields the group over which they exchange times."""
     if task.ranks == 1:
         yield None
         return
@@ -370,7 +371,7 @@ def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
 
 
 def _name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Returns the name that the device reports."""
     import torch
 
     if device.type != "cpu":
@@ -386,13 +387,13 @@ def _name(device: torch.device) -> str:
 
 @dataclass
 class _Process:
-    """One rank at work.
+    """One rank of a measurement.
 
     Attributes:
-        task: What is measured.
-        rank: Of this process.
-        device: Where.
-        control: The group by which ranks tell each other their times; None of a rank that is alone.
+        task: The task.
+        rank: Rank of this process.
+        device: Its device.
+        control: The group over which ranks exchange their times; None for a single rank.
     """
 
     task: Task
@@ -402,8 +403,8 @@ class _Process:
 
     @cached_property
     def one_clock(self) -> bool:
-        """Whether all ranks read the same clock: those of one host do, but no event of a device is
-        on it.
+        """Whether all ranks read the same clock: those on one host do, but device events are not on
+        it.
         """
         boot = _BOOT.read_text(encoding="ascii") if _BOOT.exists() else platform.node()
         boot_id = np.frombuffer(boot.strip().encode()[:40].ljust(40), dtype=np.int64)
@@ -412,7 +413,7 @@ class _Process:
     def transfers(
         self, group: Group, left_out: dict[str, str], on_status: StatusCallback
     ) -> Iterator[Series]:
-        """The collectives of a group, of all sizes; the reason of a kind that fails goes to
+        """Yields the collectives of a group, of all sizes; the reason of a kind that fails goes to
         `left_out`.
         """
         import torch.distributed as dist
@@ -449,14 +450,14 @@ class _Process:
                 )
 
     def burst(self, call: Callable[[], object] | None, group: Any) -> Ints:
-        """When collectives began and ended on this rank, all ranks being ready; shape (calls, 2),
-        ns.
+        """Returns start and end times of collectives on this rank after all ranks are ready; shape
+        (calls, 2), ns.
         """
         import torch
         import torch.distributed as dist
 
         spans = np.zeros((FEWEST, 2), dtype=np.int64)
-        if call is None:  # of others
+        if call is None:  # this rank is not a member
             return spans
         if self.device.type == "cpu":
             for span in spans:
@@ -469,9 +470,7 @@ class _Process:
         ready = torch.zeros(1, device=self.device)
         events = [[module.Event(enable_timing=True) for _ in range(2)] for _ in spans]
         for start, end in events:
-            dist.all_reduce(
-                ready, group=group
-            )  # on the stream, as a barrier that no host waits for
+            dist.all_reduce(ready, group=group)  # on the stream, as a barrier without a host wait
             start.record()
             call()
             end.record()
@@ -480,7 +479,7 @@ class _Process:
         return spans
 
     def kernels(self, on_status: StatusCallback) -> Iterator[Series]:
-        """The kernels, on all ranks at the same time, as they compute in a job."""
+        """Yields the kernels, run on all ranks concurrently, as in a job."""
         ranks = range(self.task.ranks)
         ended = ("", "")
         for kernel in kernels(self.device):
@@ -496,13 +495,13 @@ class _Process:
                 ended = kind
 
     def bursts(self, call: Callable[[], object], calls: int) -> Floats:
-        """Time of a call in several bursts of so many, as if each began at 0; shape (bursts, 2),
-        ns.
+        """Returns the time of a call in several bursts of `calls`, as if each started at 0; shape
+        (bursts, 2), ns.
         """
         return np.array([(0.0, self.per_call(call, calls)) for _ in range(FEWEST)])
 
     def per_call(self, call: Callable[[], object], calls: int) -> float:
-        """What one of so many calls takes, ns."""
+        """Returns the time of one of several calls, ns."""
         import torch
 
         if self.device.type == "cpu":
@@ -522,8 +521,8 @@ class _Process:
     def repeated(
         self, burst: Callable[[], Ints | Floats], members: Sequence[int], *, one_clock: bool
     ) -> Floats:
-        """Times until their median is known: on one clock from the last beginning to the last end,
-        else the longest.
+        """Returns times until their median is precise: on one clock from the last start to the last
+        end, else the longest.
         """
         times = np.empty(0)
         burst()
@@ -540,7 +539,7 @@ class _Process:
         return times
 
     def gathered(self, local: Array) -> Array:
-        """An array of every rank, all of the same shape; shape (ranks, ...)."""
+        """Gathers an array from every rank, all of the same shape; shape (ranks, ...)."""
         if self.control is None:
             return local[None]
         import torch

@@ -1,4 +1,4 @@
-"""Nodes of a host trace and its collectives."""
+"""The nodes of a host trace, the choice of those to replay, and their communication."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ T = TypeVar("T")
 
 _STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
 _BACKWARD = "autograd::engine::evaluate_function: "
-# Annotations that are no scope of the user's.
+# Annotations that are not user scopes.
 _NO_SCOPE = r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
 _RECORDER_SCOPES = r"^traceloom\.(?:module|scope):"
 _PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
 
 
 class Attributes(msgspec.Struct, gc=False):
-    """What a node has beside its columns, where a replay needs it."""
+    """Attributes of a node besides its columns that a replay needs."""
 
     input_strides: Any = None
     output_strides: Any = None
@@ -52,12 +52,12 @@ class Attributes(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True)
 class NodeTensors:
-    """The tensors on one side of all nodes: by row, decoded when they are asked for.
+    """The tensors on one side of all nodes, by row, decoded on access.
 
     Attributes:
-        values: As recorded, of each node.
-        layouts: Where tensors stand among them, or why they are recorded with what cannot be.
-        unreadable: Why the values of a row are not what their types say; added to.
+        values: Recorded values of each node.
+        layouts: Positions of tensors among them, or the error if the layout is invalid.
+        unreadable: Row -> error if its values do not match their types; filled on access.
     """
 
     values: Sequence[list[Any]]
@@ -65,7 +65,7 @@ class NodeTensors:
     unreadable: dict[int, str]
 
     def __getitem__(self, row: int) -> list[RecordedTensor]:
-        """The tensors of a node; none where its values are unreadable."""
+        """Returns the tensors of a node; empty if its values are unreadable."""
         layout = self.layouts[row]
         if isinstance(layout, str):
             self.unreadable[row] = layout
@@ -77,8 +77,8 @@ class NodeTensors:
             return []
 
     def storages(self, rows: Iterable[int]) -> tuple[Ints, Ints]:
-        """The numbers of their storages alone: the row and the number of each; none of what is
-        unreadable.
+        """Returns only the numbers of their storages: row and number of each, without unreadable
+        ones.
         """
         storage_rows: list[int] = []
         numbers: list[int] = []
@@ -93,15 +93,15 @@ class NodeTensors:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a host trace in the order of their start, decoded where a replay needs them.
+    """The nodes of a host trace in the order of their start, decoded on demand.
 
     Attributes:
         host: The host trace.
-        parent: Row of the node above each; -1 where there is none; shape (nodes,).
-        inputs: Decoded values of each; shape (nodes,).
-        outputs: The same of what it returned.
-        attributes: The rest.
-        unreadable: Why the values of a row are not what their types say.
+        parent: Row of each node's parent; -1 if there is none; shape (nodes,).
+        inputs: Decoded input values of each; shape (nodes,).
+        outputs: Decoded output values of each.
+        attributes: The remaining attributes.
+        unreadable: Row -> error if its values do not match their types.
     """
 
     host: HostTrace
@@ -113,7 +113,7 @@ class Nodes:
 
     @classmethod
     def of(cls, host: HostTrace) -> Nodes:
-        """Decode a host trace. Values that are no JSON (half a file) count as none."""
+        """Decodes a host trace. Values that are not JSON (truncated files) are treated as empty."""
         ops = host.ops
         ids = ops["id"].to_numpy()
         parent_ids = ops["parent"].fill_null(-1).to_numpy()
@@ -123,7 +123,7 @@ class Nodes:
             if ids.size
             else row
         )
-        texts = ops["attributes"].unique()  # most nodes have those of another
+        texts = ops["attributes"].unique()  # most nodes share them with another
         attributes = dict(
             zip(texts.to_list(), _decode_values(texts, Attributes, "{}"), strict=True)
         )
@@ -146,9 +146,7 @@ class Nodes:
         return self._tensors(self.outputs, "output")
 
     def _tensors(self, values: Sequence[list[Any]], side: str) -> NodeTensors:
-        """Most nodes are recorded with the same types, shapes and strides as another: these are
-        read once.
-        """
+        """Builds the layouts; nodes with the same types, shapes and strides share one."""
         ops = self.host.ops
         texts = [f"{side}_types", f"{side}_shapes", "attributes"]
         first = ops.with_row_index("row").select(pl.col("row").first().over(texts)).to_series()
@@ -168,8 +166,7 @@ class Nodes:
 
     @cached_property
     def ranges(self) -> dict[int, dict[int, tuple[int, int]]]:
-        """Least and greatest values of integer tensors, by id and number of the tensor among the
-        inputs.
+        """Min and max values of integer tensors, by id and number of the tensor among the inputs.
 
         PyTorch writes them with ENABLE_PYTORCH_EXECUTION_TRACE_SAVE_INTEGRAL_TENSOR_RANGE=1.
         """
@@ -178,7 +175,7 @@ class Nodes:
             if attributes.tensor_range:
                 with contextlib.suppress(
                     msgspec.DecodeError, TypeError
-                ):  # damaged: the values are guessed
+                ):  # damaged: the values are guessed instead
                     out[node] = msgspec.json.decode(
                         attributes.tensor_range, type=dict[int, tuple[int, int]]
                     )
@@ -186,7 +183,7 @@ class Nodes:
 
     @cached_property
     def has_schema(self) -> Bools:
-        """Which nodes are ops of the dispatcher."""
+        """Which nodes are dispatcher ops."""
         return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())
 
     @cached_property
@@ -205,14 +202,12 @@ class Nodes:
 
     @cached_property
     def runs(self) -> Bools:
-        """Which nodes do something that a replay can do: ops, exchanges and kernels."""
+        """Which nodes a replay can run: ops, exchanges and kernels."""
         return self.has_schema | self.exchanges | self.kernels
 
     @cached_property
     def steps(self) -> Ints:
-        """Number of the step that each node is in; -1 before the first, where there is any mark of
-        one.
-        """
+        """Number of each node's step; -1 before the first, if there are step marks."""
         step_numbers = self.host.ops.select(
             pl.col("name").str.extract(_STEP).cast(pl.Int64)
         ).to_series()
@@ -227,8 +222,8 @@ class Nodes:
 
     @cached_property
     def scopes(self) -> list[str]:
-        """The user's scopes around each node, outermost first; a backward op has those of its
-        forward op.
+        """The user scopes around each node, outermost first; a backward op has those of its forward
+        op.
         """
         ops = self.host.ops
         names = ops["name"].str.replace(_RECORDER_SCOPES, "").to_list()
@@ -244,7 +239,7 @@ class Nodes:
         in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[
             self.parent
         ]
-        # Rows at which the scopes may be others than above them; forward ops are met on the way.
+        # Rows whose scopes may differ from those of their parents; forward ops precede backward ops.
         is_boundary = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
         nearest = find_nearest_ancestor(self.parent, is_boundary)
         scope_rows = np.where(is_boundary, np.arange(is_boundary.size), nearest).tolist()
@@ -258,14 +253,14 @@ class Nodes:
             path, name = paths[int(nearest[row])], names[row]
             if number >= 0 and in_backward[row] and number in forward:
                 path = paths[scope_rows[forward[number]]]
-            if labels[row]:  # a module's name is its whole path already
+            if labels[row]:  # a module's name already is its full path
                 path = name if not path or name.startswith(f"{path}.") else f"{path}/{name}"
             paths[row] = path
         return [paths[row] for row in scope_rows]
 
     @cached_property
     def phases(self) -> list[str]:
-        """forward, backward, optimizer or loading."""
+        """Phase of each node: forward, backward, optimizer or loading."""
         names = self.host.ops["name"].to_list()
         phases = {
             name: next((phase for start, phase in _PHASES.items() if name.startswith(start)), None)
@@ -280,8 +275,8 @@ class Nodes:
 
 
 def _decode_values(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list[T]:
-    """Values out of a column of JSON text, all at once where every text is well-formed; `kind()`
-    where one is not.
+    """Decodes a column of JSON texts, all at once if every text is well-formed; a malformed one
+    becomes `kind()`.
     """
     texts = texts.fill_null(nothing)
     with contextlib.suppress(msgspec.DecodeError, UnicodeError):
@@ -298,30 +293,31 @@ def _decode_values(texts: pl.Series, kind: type[T], nothing: str = "[]") -> list
 
 
 def choose(nodes: Nodes, level: Level = "outermost") -> Ints:
-    """The rows of the nodes that a replay runs, in the order of their start.
+    """Returns the rows of the nodes that a replay runs, in the order of their start.
 
-    `outermost`: the ops of the dispatcher that no other one is around; but an op that is nothing
-    but calls of others is opened where its inner results are used outside of it: else nobody would
-    have made them. `leaf`: every such op is opened. Communication is taken as a whole.
+    `outermost`: dispatcher ops without another one around them. But a composite op, which only
+    calls others, is replaced by its inner ops if their results are used outside of it, since
+    nothing else would create them. `leaf`: every composite op is replaced. Communication is taken
+    as a whole.
     """
     is_runnable = nodes.runs
     caller = find_nearest_ancestor(nodes.parent, is_runnable)
     calls = np.zeros(is_runnable.size, dtype=np.bool_)
     calls[caller[is_runnable & (caller >= 0)]] = True
-    # An op that does something itself cannot be replaced by those that it calls.
+    # An op that does work itself cannot be replaced by those that it calls.
     opened = (
         calls & ~nodes.exchanges & nodes.host.ops["name"].is_in(read_composite_ops()).to_numpy()
     )
     if level == "outermost" and opened.any():
         opened = _find_leaking_ops(nodes, opened)
-    # outermost once the opened ones are no ops any more
+    # outermost after the opened ones are removed
     remaining = is_runnable & ~opened
     return np.flatnonzero(remaining & (find_nearest_ancestor(nodes.parent, remaining) < 0))
 
 
 @cache
 def read_composite_ops() -> list[str]:
-    """Ops that are nothing but calls of other ops; written by `scripts/composite_ops.py`."""
+    """Returns ops that only call other ops; written by `scripts/composite_ops.py`."""
     text = (
         resources.files("traceloom.workload.replay")
         .joinpath("composite_ops.txt")
@@ -331,8 +327,8 @@ def read_composite_ops() -> list[str]:
 
 
 def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
-    """Composite ops that made, deep inside, a storage that is read outside of them, though they do
-    not return it.
+    """Returns composite ops that created inside, at any depth, a storage that is read outside of
+    them although they do not return it.
     """
     acts = np.flatnonzero(nodes.runs).tolist()
     (read_row, read_storage), (made_row, made_storage) = (
@@ -341,20 +337,20 @@ def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
     )
     count = composite.size
     outer = find_nearest_ancestor(nodes.parent, composite)
-    inner = made_storage[(composite | (outer >= 0))[made_row]]  # no others matter
+    inner = made_storage[(composite | (outer >= 0))[made_row]]  # others do not matter
     is_inner = np.isin(read_storage, inner), np.isin(made_storage, inner)
     read_row, made_row = read_row[is_inner[0]], made_row[is_inner[1]]
     _, number = np.unique(
         np.concatenate([read_storage[is_inner[0]], made_storage[is_inner[1]]]), return_inverse=True
     )
-    # an occurrence: the storage, and within those of it the row
+    # an occurrence is ordered by storage, then by row
     read, creations = (
         number[: read_row.size] * count + read_row,
         number[read_row.size :] * count + made_row,
     )
     occurs = np.sort(np.concatenate([read, creations]))
     written = np.sort(creations[~np.isin(creations, read)])
-    before = np.searchsorted(written, read) - 1  # the last that wrote to it before it was read
+    before = np.searchsorted(written, read) - 1  # the last write before the read
     source = written[np.maximum(before, 0)] if written.size else read
     is_made = (before >= 0) & (source // count == read // count)
     hider_rows = np.where(composite[source % count], source % count, outer[source % count])[is_made]
@@ -382,7 +378,7 @@ def _find_leaking_ops(nodes: Nodes, composite: Bools) -> Bools:
 def filter_rows(
     nodes: Nodes, rows: Ints, *, steps: Iterable[int] | None = None, scope: str | None = None
 ) -> Ints:
-    """Those of the rows in some steps, and below a scope of a name."""
+    """Returns those of the rows that are in some steps, and below a scope of the given name."""
     if steps is not None:
         rows = rows[np.isin(nodes.steps[rows], list(steps))]
     if scope is not None:
@@ -397,7 +393,7 @@ def filter_rows(
 
 
 WAIT = "wait"
-# Names of ops (after their namespace, without underscores around) and of `record_param_comms`.
+# Names of ops (without namespace and surrounding underscores) and of `record_param_comms`.
 _KINDS = {
     "all_reduce": "allreduce allreduce_coalesced allreduce_sparse all_reduce all_reduce_coalesced",
     "all_gather": "allgather allgather_base allgather_coalesced allgather_into_tensor_coalesced all_gather "
@@ -421,17 +417,17 @@ _PEERS = {"root_rank", "dst", "src", "root"}
 
 
 class Exchange(NamedTuple):
-    """One call of communication.
+    """One communication call.
 
     Attributes:
-        kind: As `all_reduce`; `wait` for a wait; None where the name is of none.
-        sent: Tensors that this rank puts in.
-        received: Tensors that it gets, given by the caller or made by the call.
-        made: Whether the call makes what it returns.
-        group: Name of the group, where recorded.
-        sequence: Number of the call in its group, where recorded.
-        peer: Root or peer as a rank of the group, where there is one.
-        splits: Rows of the first dimension for each rank: sent, received; empty where equal.
+        kind: Such as `all_reduce`; `wait` for a wait; None if the name is unknown.
+        sent: Tensors that this rank sends.
+        received: Tensors that it receives into, passed by the caller or created by the call.
+        made: Whether the call creates its outputs.
+        group: Name of the group, if recorded.
+        sequence: Number of the call in its group, if recorded.
+        peer: Root or peer as a rank of the group, if there is one.
+        splits: Rows of the first dimension for each rank: sent, received; empty if equal.
         asynchronous: Whether the caller waits later.
     """
 
@@ -449,13 +445,13 @@ class Exchange(NamedTuple):
 def read_exchange(
     nodes: Nodes, row: int, schema: OperatorSchema | None, inner: int | None
 ) -> Exchange:
-    """What a node of communication does.
+    """Returns the communication of a node.
 
     Args:
         nodes: The nodes.
         row: The node.
         schema: Its schema; None for `record_param_comms`.
-        inner: The `record_param_comms` within, which names the group.
+        inner: The `record_param_comms` below it, which names the group.
     """
     details = _parse_communication(nodes, inner if schema is not None else row)
     if schema is None:
@@ -519,20 +515,20 @@ def read_exchange(
 
 
 def _parse_rank(value: Any) -> int | None:
-    """A rank of a group, if it is one."""
+    """Returns a rank of a group; None if the value is not one."""
     number = parse_whole_number(value)
     return number if number is not None and 0 <= number < 2**31 else None
 
 
 def _parse_splits(values: list[Any]) -> list[int]:
-    """Splits, if all of them are numbers of rows."""
+    """Returns splits if all of them are row counts; else none."""
     rows = [parse_whole_number(value) for value in values]
     return [row for row in rows if row is not None] if None not in rows else []
 
 
 def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
-    """What `record_param_comms` says: [tensors], sequence, group, rank, name, splits sent, splits
-    received, ...
+    """Decodes `record_param_comms`: [tensors], sequence, group, rank, name, splits sent, splits received,
+    ...
     """
     if row is None:
         return {}
@@ -546,7 +542,7 @@ def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
         and not any(isinstance(value, str) for value in other_values[:1])
         and not other_values[0]
     ):
-        other_values = other_values[1:]  # a list of no tensors
+        other_values = other_values[1:]  # an empty list of tensors
     out: dict[str, Any] = {}
     name_index = next((i for i, value in enumerate(other_values) if isinstance(value, str)), None)
     if name_index is None or name_index < 3:
@@ -576,8 +572,8 @@ def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
 def list_groups(
     nodes: Nodes, capture: dict[str, Any] | None, world_size: int, rank: int
 ) -> list[dict[str, Any]]:
-    """Process groups with their ranks: of the capture, else of the host trace, else all ranks as
-    one.
+    """Returns process groups with their ranks: from the capture, else the host trace, else a single
+    group of all ranks.
     """
     listed = (capture or {}).get("groups")
     rows = (
@@ -611,8 +607,8 @@ def list_groups(
 
 
 def read_called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], list[str]]:
-    """Groups of the collectives that a capture wrote down, in their order, by kind and bytes put
-    in.
+    """Returns the groups of the collectives listed in a capture, in order, by kind and input
+    bytes.
     """
     calls = (capture or {}).get("collectives")
     out: dict[tuple[str, int], list[str]] = {}
@@ -630,11 +626,11 @@ def read_called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], 
         IndexError,
         TypeError,
         ValueError,
-    ):  # a part that was changed by hand says nothing
+    ):  # ignore a manually edited entry
         return {}
     return out
 
 
 def count_bytes(tensors: list[RecordedTensor]) -> int:
-    """Bytes of tensors."""
+    """Returns the total bytes of tensors."""
     return sum(tensor.elements * tensor.item_bytes for tensor in tensors)

@@ -1,24 +1,24 @@
-"""The plan: frames, check, save, load.
+"""The replay plan (frames, checks, saving and loading) and the results of a replay.
 
-A plan is registers and calls. A *storage* here is one version of a recorded storage: from the op
-that makes it to its last use, because the recorded numbers are used again. A *tensor* is a geometry
-(offset, shape, strides, type) on a
-storage: two recorded tensors of one geometry are the same register. A *call* is a schema with its arguments, in which
-tensors are numbered; the many ops that call the same share it.
+A plan consists of registers and calls. A *storage* here is one version of a recorded storage, from
+the op that creates it to its last use, because recorded numbers are reused. A *tensor* is a
+geometry (offset, shape, strides, type) on a storage: two recorded tensors of one geometry are the
+same register. A *call* is a schema with its arguments, in which tensors are numbered; ops with
+equal calls share it.
 
-Arguments are JSON, one value for each argument of the schema in its order: numbers, booleans, null,
-strings and lists stand for themselves, and an object for the rest:
+Arguments are JSON, one value for each argument of the schema in order: numbers, booleans, null,
+strings and lists represent themselves, and an object everything else:
 
-| object | is |
+| object | meaning |
 |---|---|
 | `{"tensor": k}` | the k-th of the op's inputs |
 | `{"storage": k}` | the storage of the k-th of the op's inputs (`aten::set_`) |
-| `{"dtype": "float32"}`, `{"layout": "strided"}`, `{"memory_format": "channels_last"}` | an enum, as the schema says |
-| `{"device": "cuda:0"}` | a device, as it was recorded |
+| `{"dtype": "float32"}`, `{"layout": "strided"}`, `{"memory_format": "channels_last"}` | an enum, by the schema |
+| `{"device": "cuda:0"}` | a device, as recorded |
 | `{"float": "inf"}` | inf, -inf or nan |
 | `{"complex": [re, im]}` | a complex number |
 | `{"generator": null}` | the default generator |
-| `{"object": "text"}` | what was recorded of a thing that no file can hold |
+| `{"object": "text"}` | the recorded text of an object that cannot be stored |
 """
 
 from __future__ import annotations
@@ -58,21 +58,23 @@ EVIDENCE = ("data", "range", "consumer", "guess")
 NO_SOURCES, NOT_TRUSTED = (
     "no-sources",
     "not-trusted",
-)  # why a stand-in takes the place of a compiled kernel
-SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file of a directory, never one elsewhere
-GUESSED_STRIDES = "guessed-strides"  # a notice: the host trace has none, so that tensors are taken to be contiguous
+)  # reasons why a stand-in replaces a compiled kernel
+SOURCE_NAME = re.compile(r"\w[\w-]*\.py")  # a file name without directories
+GUESSED_STRIDES = (
+    "guessed-strides"  # a notice: the host trace has no strides, so tensors are assumed contiguous
+)
 _RowList = pl.List(pl.UInt32)
 _IntegerList = pl.List(pl.Int64)
 
 # fmt: off
 PLAN_SCHEMAS: dict[str, pl.Schema] = {
     # One row per instruction, in order of execution. `node` is the id in the host trace, null for
-    # `view`: a geometry that no op makes, of a tensor that lives (its only input). `inputs` are
-    # rows of `tensors` in the order of their numbers in the call; `outputs` those of the returned
-    # tensors, flattened, null where nothing uses them. The durations are those of the timed steps,
-    # empty where unknown; the gap is what the thread did before, since the end of its previous op.
-    # `gpu_ns` is the time of the GPU work that it launched, null where there is none. `reason` says
-    # why a stand-in takes the place of an op.
+    # `view`: a geometry that no op creates, of a live tensor (its only input). `inputs` are rows of
+    # `tensors` in the order of their numbers in the call; `outputs` those of the returned tensors,
+    # flattened, null where unused. The durations are those of the timed steps, empty if unknown;
+    # the gap is the time of the thread since the end of its previous op. `gpu_ns` is the time of
+    # the GPU work that it launched, null if there is none. `reason` is why a stand-in replaces an
+    # op.
     "ops": build_schema(
         "rank op node name action call collective inputs outputs thread stream step scope phase durations_ns gap_ns",
         "gpu_ns reason",
@@ -82,15 +84,15 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
             "phase": pl.String,
         },
     ),
-    # `flags` says what of the arguments is not what ran: `cut-list`, `rounded-number`,
+    # `flags` lists deviations of the arguments from those that ran: `cut-list`, `rounded-number`,
     # `unknown-object`.
     "calls": build_schema(
         "rank call schema arguments flags",
         {"call": pl.UInt32, "arguments": pl.String, "flags": pl.List(pl.String)},
     ),
-    # Calls of kernels that a compiled graph launched; `schema` of such a call is no schema. Their
-    # ops are stand-ins until somebody trusts the source. `sha256` and `source` are null where that
-    # was not captured; `grid` is as recorded, null since PyTorch 2.6.
+    # Calls of kernels that a compiled graph launched; their `schema` is not an op schema. Their ops
+    # are stand-ins until the source is trusted. `sha256` and `source` are null if the source was
+    # not captured; `grid` is as recorded, null since PyTorch 2.6.
     "kernels": build_schema(
         "rank call name file sha256 source grid",
         dict.fromkeys(("file", "sha256", "source", "grid"), pl.String) | {"call": pl.UInt32},
@@ -100,10 +102,10 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
         "rank tensor storage offset shape strides dtype",
         {"tensor": pl.UInt32, "storage": pl.UInt32, "shape": _IntegerList, "strides": _IntegerList},
     ),
-    # `recorded` is the number in the host trace. An external one gets its content before the run
-    # and is kept over iterations; the others are made by `first_op` and die after `last_op`.
-    # `content` is what an external one must hold, integers from `low` to `high`, and `evidence` how
-    # that is known.
+    # `recorded` is the number in the host trace. An external storage gets its content before the
+    # run and is kept over iterations; the others are created by `first_op` and freed after
+    # `last_op`. `content` is the required content of an external one, with integers from `low` to
+    # `high`, and `evidence` how it is known.
     "storages": build_schema(
         "rank storage recorded bytes device external first_op last_op content low high evidence",
         {
@@ -112,22 +114,22 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
             "high": pl.Int64, "evidence": pl.Enum(EVIDENCE),
         },
     ),
-    # What integer tensors on external storages held, where it was dumped: rows one behind the
-    # other, in bytes of the tensor's type, the least significant first. The rest of the storage
-    # holds integers from `low` to `high`.
+    # Values of integer tensors on external storages, if they were dumped: flattened by row, as
+    # little-endian bytes of the tensor's type. The rest of the storage holds integers from `low` to
+    # `high`.
     "data": build_schema("rank tensor values", {"tensor": pl.UInt32, "values": pl.Binary}),
     # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension,
-    # empty where equal.
+    # empty if equal.
     "collectives": build_schema(
         "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
         {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _IntegerList, "splits_out": _IntegerList},
     ),
-    # Ops that are not run at all, and why.
+    # Ops that are not run at all, and the reason.
     "left_out": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
-    # The timed steps: how long each took, and the processor time of the process in it.
+    # The timed steps with their duration, and the processor time of the process in each.
     "steps": build_schema("rank step duration_ns cpu_ns"),
-    # Compiled graphs, whose kernels for the CPU no host trace has: how many in a step, and their
-    # time outside of ops.
+    # Compiled graphs, whose CPU kernels are in no host trace: their number per step, and their time
+    # outside of ops.
     "holes": build_schema("rank name count duration_ns"),
     "groups": build_schema("name description backend ranks", {"ranks": pl.List(pl.Int32)}),
 }
@@ -177,13 +179,13 @@ is_plan = _FORMAT.holds
 
 
 def build_empty_frame(name: str) -> pl.DataFrame:
-    """A frame of a plan without rows."""
+    """Returns a frame of a plan without rows."""
     return pl.DataFrame(schema=PLAN_SCHEMAS[name])
 
 
 def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
-    """A frame of a plan from columns of Python values; lists go as JSON, which Polars reads faster
-    than Python's.
+    """Returns a frame of a plan from columns of Python values; lists are passed as JSON, which
+    Polars reads faster than Python lists.
     """
     series = {}
     for column, kind in PLAN_SCHEMAS[name].items():
@@ -194,7 +196,7 @@ def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
                 .str.json_decode(pl.List(kind))
                 .explode()
             )
-            series[column] = rows.head(len(values))  # of no rows `explode` makes an empty one
+            series[column] = rows.head(len(values))  # `explode` returns null for an empty list
         else:
             series[column] = pl.Series(column, values, dtype=kind)
     return pl.DataFrame(series)
@@ -202,8 +204,8 @@ def build_frame(name: str, columns: Mapping[str, Any]) -> pl.DataFrame:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank runs; the frames as `PLAN_SCHEMAS`, all rows of this rank, `op`, `call`,
-    `tensor`, ... row numbers.
+    """The plan of one rank; frames as in `PLAN_SCHEMAS`, with rows of this rank only; `op`, `call`,
+    `tensor`, ... are row numbers.
 
     Attributes:
         rank: The rank of the job.
@@ -211,12 +213,12 @@ class RankPlan:
         calls: Distinct calls.
         tensors: Registers.
         storages: Versions of storages.
-        data: What integer tensors held, where that is recorded.
+        data: Recorded values of integer tensors.
         kernels: Calls of compiled kernels.
-        collectives: What is exchanged with other ranks.
+        collectives: Communication with other ranks.
         left_out: Ops that are not run.
-        steps: The timed steps; empty where the recording has none, or a part of a step is run.
-        holes: Time of a step in compiled code that is not run.
+        steps: The timed steps; empty if the recording has none, or part of a step is run.
+        holes: Time per step in compiled code that is not run.
     """
 
     rank: int
@@ -232,11 +234,12 @@ class RankPlan:
     holes: pl.DataFrame = field(default_factory=lambda: build_empty_frame("holes"))
 
     def check(self) -> None:
-        """Raise InvariantError where the plan of a rank cannot be run as it stands.
+        """Raise InvariantError if the plan of a rank cannot be run.
 
         Numbers are row numbers; references point to rows; an op has a call, or is a view, a
-        collective or a wait; a tensor lies within its storage; a storage that no op makes is
-        external; a tensor is made before it is used, and nothing uses a storage outside its life.
+        collective or a wait; a tensor lies within its storage; a storage that no op creates is
+        external; a tensor is created before it is used, and no storage is used outside its
+        lifetime.
         """
         for name, number in (
             ("ops", "op"),
@@ -324,8 +327,8 @@ class RankPlan:
             raise broken("plan", "a tensor is used that nothing has made")
 
     def with_lives(self) -> RankPlan:
-        """The same, each storage living from the first op that uses it to the last; what nothing
-        uses lives nowhere.
+        """Returns the plan with each storage living from the first op that uses it to the last;
+        unused ones have no lifetime.
         """
         op, _, _, storage = (column.to_numpy() for column in self.uses())
         count, end = self.storages.height, self.ops.height
@@ -338,12 +341,11 @@ class RankPlan:
 
     @property
     def has_accelerator(self) -> bool:
-        """Whether some of its tensors were on another device than the host's processors."""
+        """Whether some of its tensors were on a device other than the CPU."""
         return not self.storages["device"].is_in(["cpu", "meta"]).all()
 
     def peak_bytes(self, storages: pl.DataFrame | None = None) -> int:
-        """Most bytes of storages that live at the same time; without what ops allocate within
-        themselves.
+        """Returns the peak bytes of live storages, without allocations inside ops.
 
         Args:
             storages: Rows of `storages`; None: all.
@@ -356,7 +358,7 @@ class RankPlan:
         return int(storages.filter("external")["bytes"].sum()) + int(changes.cumsum().max())
 
     def uses(self) -> pl.DataFrame:
-        """One row per tensor that an op takes or gives: op, tensor, storage, made (it is an
+        """Returns one row per input or output tensor of an op: op, tensor, storage, made (it is an
         output).
         """
         parts = [
@@ -373,18 +375,18 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What the ranks of a job run.
+    """The plans of the ranks of a job.
 
     Attributes:
         ranks: By rank, ascending.
         groups: Process groups: columns as `PLAN_SCHEMAS["groups"]`.
-        source: What it was made of, as the user gave it.
-        torch: Version of PyTorch that ran the workload, where known.
-        threads: Threads that an op could use, where known.
+        source: The input, as the user gave it.
+        torch: Version of PyTorch that ran the workload, if known.
+        threads: Threads that an op could use, if known.
         level: `outermost` or `leaf`.
         only: `compute` or `communication`; None for both.
         world_size: Ranks of the job.
-        notices: What must be known about it.
+        notices: Notices about the plan.
     """
 
     ranks: dict[int, RankPlan]
@@ -401,7 +403,7 @@ class ReplayPlan:
         return iter(self.ranks.values())
 
     def check(self) -> None:
-        """Raise InvariantError where one of its ranks cannot be run; see `RankPlan.check`."""
+        """Raise InvariantError if one of its ranks cannot be run; see `RankPlan.check`."""
         for rank_plan in self:
             rank_plan.check()
         names = set(self.groups["name"])
@@ -436,7 +438,7 @@ class ReplayPlan:
 
     @staticmethod
     def load(path: str | Path) -> ReplayPlan:
-        """Read a plan that was saved, and check it.
+        """Reads a saved plan, and checks it.
 
         Raises:
             InputError: `unreadable`, `not-a-plan`, `plan-damaged`, `other-version`.
@@ -480,7 +482,7 @@ class _Header(msgspec.Struct):
     notices: tuple[Notice, ...]
 
 
-# Bytes of one element of each type that PyTorch has, by its name there.
+# Bytes per element of each PyTorch type, by its name there.
 ITEM_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -510,7 +512,7 @@ ITEM_BYTES = {
 }
 
 _TEXT = {"op": pl.UInt32, "node": pl.Int64, "text": pl.String}
-# `cpu_ns`: of the calling thread alone where ops run on one thread, else of the whole process.
+# `cpu_ns`: of the calling thread only if ops run on one thread, else of the whole process.
 OPS = build_schema(
     "op durations_ns cpu_ns gpu_ns",
     {"op": pl.UInt32, "durations_ns": pl.List(pl.Int64), "cpu_ns": pl.List(pl.Int64)},
@@ -523,21 +525,22 @@ _FRAMES = {"ops": OPS, "failures": FAILURES, "replaced": REPLACED, "stand_ins": 
 
 @dataclass(frozen=True)
 class RankReplayed(Result):
-    """What one rank did.
+    """The results of one rank.
 
     Attributes:
         rank: The rank of the recorded job.
-        iteration_ns: Time of each pass over the whole plan, nothing within it timed.
-        iteration_cpu_ns: What the process computed meanwhile.
-        ops: op (row of the plan's `ops`); durations_ns and cpu_ns of it in passes with a timer around each op; gpu_ns,
-            the time of the GPU work that it launched, the median over passes that were profiled,
-            null where none was.
+        iteration_ns: Time of each pass over the whole plan, without inner timers.
+        iteration_cpu_ns: Processor time of the process in each.
+        ops: op (row of the plan's `ops`); durations_ns and cpu_ns in passes with a timer around
+            each op; gpu_ns, the time of the GPU work that it launched, the median over profiled
+            passes, null if there were none.
         failures: Ops that raised: op, node, name, text. Their outputs were replaced.
-        replaced: Ops that gave another shape than recorded, which depends on data: the same columns.
-        stand_ins: Ops that were not run as they are: op, node, name, reason, text.
-        peak_bytes: Most bytes of tensors alive at once; on an accelerator as its allocator says.
-        resident_bytes: Most memory of the process, libraries and all.
-        notices: What must be known about the run.
+        replaced: Ops that returned another shape than recorded, which depends on data: the same
+            columns.
+        stand_ins: Ops that were replaced by stand-ins: op, node, name, reason, text.
+        peak_bytes: Peak bytes of live tensors; on an accelerator by its allocator.
+        resident_bytes: Peak memory of the process, including libraries.
+        notices: Notices about the run.
     """
 
     rank: int
@@ -552,7 +555,7 @@ class RankReplayed(Result):
     notices: tuple[Notice, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """As every result; its frames by columns, which is shorter: `from_dict` reads it."""
+        """Returns the result with its frames by columns, which is shorter; `from_dict` reads it."""
         columns = {name: getattr(self, name).to_dict(as_series=False) for name in _FRAMES}
         return {
             **super().to_dict(),
@@ -562,7 +565,7 @@ class RankReplayed(Result):
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RankReplayed:
-        """What `to_dict` gave, after a way through a file."""
+        """Restores the result of `to_dict`."""
         frames = {
             name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()
         }
@@ -585,17 +588,18 @@ class RankReplayed(Result):
 
 @dataclass(frozen=True)
 class Replayed(Result):
-    """What a replay of a plan gave.
+    """The results of a replay.
 
     Attributes:
-        plan_source: What the plan was made of.
-        device: Where it ran: `cpu`, `cuda`, ...
+        plan_source: The input of the plan.
+        device: Device type of the run: `cpu`, `cuda`, ...
         pace: `fast`, or `recorded`: with the host's gaps.
-        seed: Of the contents.
-        environment: Versions, threads, processors, variables that matter: of the first rank.
-        ranks: By recorded rank, those that ran.
+        seed: Random seed of the contents.
+        environment: Versions, threads, processors, relevant environment variables, of the first
+            rank.
+        ranks: Results of the ranks that ran, by recorded rank.
         missing: Recorded ranks that did not run.
-        notices: What must be known about the run of all.
+        notices: Notices about the whole run.
     """
 
     plan_source: str

@@ -1,8 +1,8 @@
-"""Host traces -> plan; storage versions.
+"""Planning: turning host traces into a plan, with versions of storages.
 
-The numbers of a host trace are used again when what they named has died. So a storage here is a
-version: it begins where an op returns a storage that it was not given, or where an op reads one
-that nothing recorded had made (an external one), and ends with its last use.
+The numbers of a host trace are reused after their object has died. So a storage here is a version:
+it begins where an op returns a storage that is not among its inputs, or where an op reads one that
+nothing recorded has created (an external one), and ends with its last use.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from traceloom.workload.replay.values import count_tensors as values_count_of
 
 
 class StorageVersions:
-    """Follows storages through the ops of a rank, in the order in which they are run."""
+    """Tracks storages through the ops of a rank, in order of execution."""
 
     def __init__(self) -> None:
         self._live: dict[int, int] = {}
@@ -96,14 +96,13 @@ class StorageVersions:
         self.guessed_strides = 0
 
     def read(self, tensor: RecordedTensor) -> tuple[int, int | None]:
-        """The register of a tensor that an op is given, a row of `tensors`.
+        """Returns the register of an input tensor, a row of `tensors`.
 
-        Beside it another register on the same storage that it must be made of first, where no op
-        made it.
+        Also returns another register on the same storage of which it must first be made a view, if
+        no op created it.
         """
         version = self._live.get(tensor.identity)
-        # What nothing recorded made may have taken the number of a storage that died: it is larger,
-        # or elsewhere.
+        # An unrecorded storage may have reused the number of a dead one: it is larger, or elsewhere.
         if version is None or (
             (not self._external[version] and tensor.end_bytes > self._bytes[version])
             or self._device[version] != tensor.device
@@ -118,7 +117,7 @@ class StorageVersions:
         return register, source
 
     def has(self, tensor: RecordedTensor) -> bool:
-        """Whether an op that was run made this very tensor."""
+        """Returns whether an op that is run created exactly this tensor."""
         version = self._live.get(tensor.identity)
         if version is None:
             return False
@@ -127,10 +126,10 @@ class StorageVersions:
         return self._registers.get((version, tensor.offset, geometry, last)) in self._exists
 
     def make(self, tensors: list[RecordedTensor], read: Iterable[RecordedTensor]) -> list[int]:
-        """The registers of the tensors that an op returns, of those that it was given.
+        """Returns the registers of the output tensors of an op, given its input tensors.
 
-        What is on a storage that the op was given is a view of it, or was written in place; what is
-        not begins a new version.
+        An output on the storage of an input is a view of it, or was written in place; any other
+        begins a new version.
         """
         numbers = {tensor.identity for tensor in read}
         registers = []
@@ -147,13 +146,13 @@ class StorageVersions:
         return registers
 
     def forget(self, tensors: Iterable[RecordedTensor]) -> None:
-        """What an op that is not run returned: whoever reads it gets an external one."""
+        """Forgets the outputs of an op that is not run, so that readers get external ones."""
         for tensor in tensors:
             self._live.pop(tensor.identity, None)
 
     def frames(self, rank: int) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """The frames `tensors` and `storages` of the plan; lives and what external ones hold are
-        not settled.
+        """Returns the frames `tensors` and `storages` of the plan; lifetimes and contents are not
+        determined yet.
         """
         versions, offsets, shapes, strides, dtypes = (
             zip(*self._tensors, strict=True) if self._tensors else ((),) * 5
@@ -200,10 +199,11 @@ class StorageVersions:
         return version
 
     def _register(self, version: int, tensor: RecordedTensor, *, by_shape: bool) -> int:
-        """The register of a geometry.
+        """Returns the register of a geometry.
 
-        Without strides a transposed square matrix is told from itself by the number of the tensor;
-        but autograd gives what it kept another number, so who reads takes the first of that shape.
+        Without strides, a transposed square matrix differs from the original only in the number of
+        the tensor. But autograd gives saved tensors another number, so readers take the first
+        register of that shape.
         """
         self._bytes[version] = max(self._bytes[version], tensor.end_bytes)
         geometry, offset = tensor.geometry, tensor.offset
@@ -232,14 +232,14 @@ class StorageVersions:
 
 
 _STORAGE = attrgetter("storage")
-# What stands for a number that a program wrote, by its type: it changes nothing.
+# Neutral values in place of numbers that a program wrote, by type.
 _NUMBER_DTYPES: dict[str, float] = {"float64": 1.0, "int64": 1, "bool": True}
 
 StatusCallback = Callable[[str], None]
 
 
 class Choice(Struct, frozen=True):
-    """What of a workload is run.
+    """The part of a workload to run.
 
     Attributes:
         level: `outermost`: the ops that the program called; `leaf`: those that call no others.
@@ -262,17 +262,20 @@ def make_plan(
     cache: bool = True,
     progress: StatusCallback | None = None,
 ) -> ReplayPlan:
-    """Plan a replay; a plan that was saved is read.
+    """Plans a replay; a saved plan is loaded.
 
     Args:
-        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`; a `.plan`.
-        choice: What of it is run.
-        cache: Look into the cache of read traces, and fill it.
-        progress: Told in words what is being done.
+        paths: A capture; host traces of any ranks, with or without device traces; a `.graph`; a
+            `.plan`.
+        choice: The part to run.
+        cache: Use the cache of parsed traces, and fill it.
+        progress: Called with a status message.
 
     Raises:
-        UsageError: `no-inputs`, `several-runs`, `wrong-usage`, `no-such-step`, `no-such-scope`, `no-such-rank`.
-        InputError: `no-host-trace`: nothing given says which ops ran with what; or the refusal of a file.
+        UsageError: `no-inputs`, `several-runs`, `wrong-usage`, `no-such-step`, `no-such-scope`,
+            `no-such-rank`.
+        InputError: `no-host-trace`: no input has ops with their arguments; or the rejection of a
+            file.
     """
     choice = choice or Choice()
     on_status = progress or (lambda _: None)
@@ -329,7 +332,7 @@ def make_plan(
 
 @dataclass
 class _RankPlanner:
-    """Goes through the chosen nodes of one rank, in their order."""
+    """Plans the chosen nodes of one rank, in order."""
 
     entry: PlanInput
     nodes: Nodes
@@ -343,22 +346,21 @@ class _RankPlanner:
     left_out: list[dict[str, Any]] = field(default_factory=list)
     kernels: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
     sources: dict[str, KernelSource | None] = field(default_factory=dict)
-    # collectives that nobody has waited for, by the storages that they write
+    # collectives without a wait so far, by the storages that they write
     _pending: dict[int, int] = field(default_factory=dict)
     _waited: set[int] = field(default_factory=set)
     _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
     _guessed_groups: int = 0
-    # arguments of calls and what of them is not what ran, by what makes them
+    # encoded arguments of calls with their flags, by the recorded values and types
     _arguments: dict[tuple[Any, ...], tuple[bytes, list[str]]] = field(default_factory=dict)
     _called: dict[tuple[str, int], list[str]] | None = None
     _turns: Counter[tuple[str, int]] = field(default_factory=Counter)
-    # what integer tensors held, by node and number among the op's inputs; how many dumps are not
-    # what they should be
+    # recorded integers by node and number among the op's inputs, and the number of unusable dumps
     _seen: dict[int, dict[int, RecordedIntegers]] = field(default_factory=dict)
     _unfit_dumps: int = 0
 
     def plan(self) -> RankPlan:
-        """The plan of the rank, checked."""
+        """Returns the checked plan of the rank."""
         nodes, choice = self.nodes, self.choice
         rows = filter_rows(
             nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope
@@ -387,7 +389,7 @@ class _RankPlanner:
         return self.assembled()
 
     def notices(self) -> list[Notice]:
-        """What of the rank must be known."""
+        """Returns the notices about the rank."""
         out = []
         flags = Counter(flag for flags in self.call_flags for flag in set(flags))
         zeros, cut, objects = (
@@ -466,7 +468,7 @@ class _RankPlanner:
         if has_numbers and not all(tensor.geometry.shape for tensor in read):
             numbers = self.plain_numbers(row, schema)
             read = [tensor for tensor in read if tensor.number not in numbers]
-        # Tensors are numbered from 0: calls of one op with the same other values have the same
+        # Tensors are numbered from 0, so calls of one op with equal other values have equal
         # arguments.
         values = self.nodes.inputs[row]
         key = (text, types, encode((len(values), *compress(values, is_plain))), *numbers.values())
@@ -477,7 +479,7 @@ class _RankPlanner:
         if row in self.integers:
             self.look_at_integers(row, read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
-            # A storage that came from elsewhere, as from a worker that loads data: an external one.
+            # A storage from elsewhere, such as a data loader worker: an external one.
             inputs.append(self.registers_of(returned)[0])
             arguments = arguments.replace(
                 b'{"object":"Storage"}', b'{"storage":%d}' % (len(inputs) - 1)
@@ -525,7 +527,7 @@ class _RankPlanner:
         )
 
     def integers_of(self, rows: Ints) -> dict[int, list[int]]:
-        """By row of what is run: it and rows within it of which integers were recorded."""
+        """Returns, by row to run, it and the rows below it with recorded integers."""
         nodes = self.nodes
         runs = np.zeros(nodes.parent.size, dtype=np.bool_)
         runs[rows] = True
@@ -539,11 +541,11 @@ class _RankPlanner:
         return out
 
     def look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
-        """Note what is recorded of the integers that a node, or one within it, is given."""
+        """Collects the recorded integers of the inputs of a node, or of one below it."""
         integers = self._seen[self.ids[row]] = {}
         index_by_tensor = {
             tensor[1:]: index for index, tensor in enumerate(read)
-        }  # within an op a view of the same has another number
+        }  # inside an op, a view of it has another number
         for inner in self.integers[row]:
             dumps = self.resources.dumps.get(self.ids[inner], {})
             ranges = self.ranges.get(self.ids[inner], {})
@@ -561,10 +563,10 @@ class _RankPlanner:
                         )
 
     def plain_numbers(self, row: int, schema: OperatorSchema) -> dict[int, tuple[str, float]]:
-        """Tensors that the program gave as plain numbers: by their numbers, the argument and what
-        stands for it.
+        """Returns tensors that the program passed as plain numbers: by their numbers, the argument
+        and a replacement value.
 
-        PyTorch makes a tensor of one element of the 2 in `x * 2`, and records that, without its
+        PyTorch turns the 2 in `x * 2` into a tensor of one element, and records it without its
         value.
         """
         out: dict[int, tuple[str, float]] = {}
@@ -589,7 +591,7 @@ class _RankPlanner:
         return call
 
     def registers_of(self, tensors: list[RecordedTensor]) -> list[int]:
-        """Registers of tensors; views that no op made are made first."""
+        """Returns registers of tensors; adds views that no op creates."""
         out = []
         for tensor in tensors:
             register, source = self.storages.read(tensor)
@@ -609,7 +611,9 @@ class _RankPlanner:
         collective: int | None = None,
         reason: str | None = None,
     ) -> int:
-        """Add an instruction; it is of a node where a row is named. Returns its number."""
+        """Adds an instruction, which belongs to the node of `row` unless that is None, and returns
+        its number.
+        """
         self.ops.append((row, action, call, collective, inputs, outputs, reason))
         return len(self.ops) - 1
 
@@ -639,7 +643,7 @@ class _RankPlanner:
                 return
         exchange = read_exchange(self.nodes, row, schema, inner)
         if exchange.kind == WAIT:
-            # a wait says the number of what it waits for, but not the group
+            # a wait has the sequence number of its collective, but not the group
             collective = next(
                 (
                     number
@@ -700,7 +704,7 @@ class _RankPlanner:
             self._waited.add(number)
 
     def group_of(self, exchange: Exchange) -> tuple[str, int | None]:
-        """The group's name, and the peer as a rank of the job."""
+        """Returns the group's name, and the peer as a rank of the job."""
         name = exchange.group
         if name not in self.groups:
             name = self.called_group(exchange)
@@ -715,8 +719,8 @@ class _RankPlanner:
         return name, peer
 
     def called_group(self, exchange: Exchange) -> str | None:
-        """The group of the same call in the timed steps, which the capture wrote down; in turn
-        where several fit.
+        """Returns the group of the same call in the timed steps according to the capture; in turn
+        if several match.
         """
         if self._called is None:
             self._called = read_called_groups(self.entry.capture)
@@ -729,7 +733,7 @@ class _RankPlanner:
         return groups[call_index % len(groups)]
 
     def wait_for(self, tensors: list[RecordedTensor]) -> None:
-        """Wait for the collectives that give or take these tensors, before they are used."""
+        """Adds waits for the collectives that read or write these tensors, before they are used."""
         for tensor in tensors:
             if tensor.storage in self._pending:
                 self.wait(self._pending[tensor.storage])
@@ -745,8 +749,8 @@ class _RankPlanner:
     # -- the end --
 
     def ops_frame(self) -> pl.DataFrame:
-        """The instructions, with what is known of their nodes; those of none are where the one
-        before them is.
+        """Returns the instructions with data of their nodes; those without a node take the thread,
+        step and scope of the previous one.
         """
         rows, actions, calls, collectives, inputs, outputs, reasons = (
             zip(*self.ops, strict=True) if self.ops else [()] * 7
@@ -830,7 +834,7 @@ class _RankPlanner:
 
 
 def _load_plan(path: str, choice: Choice) -> ReplayPlan:
-    """A plan that was saved, or some of its ranks."""
+    """Loads a saved plan, or some of its ranks."""
     if choice != Choice(ranks=choice.ranks):
         hint = "give what the plan was made of"
         raise UsageError(
@@ -850,7 +854,7 @@ def _load_plan(path: str, choice: Choice) -> ReplayPlan:
 
 
 def _find_inner_communication(nodes: Nodes) -> dict[int, int]:
-    """The `record_param_comms` within each op of communication."""
+    """Returns the `record_param_comms` inside each communication op."""
     rows = (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list()
     parent = nodes.parent.tolist()
     out: dict[int, int] = {}

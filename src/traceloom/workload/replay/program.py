@@ -1,5 +1,5 @@
-"""From the rows of a rank's plan to the instructions of a program: registers, threads, streams, and
-what stands in.
+"""Building the instructions of a program from a rank's plan: registers, threads, streams, and
+stand-ins.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class RunMode:
     """How a plan is run.
 
     Attributes:
-        device: Where.
+        device: The device.
         bind: Binds a call: its schema, its arguments and the device.
-        communication: Groups of the ranks that run; None where one process runs alone.
-        kernels: Binds compiled kernels; None where none run.
+        communication: Groups of the running ranks; None if one process runs alone.
+        kernels: Binds compiled kernels; None if none run.
         keeps_gaps: Whether the host's gaps between ops are kept.
         keeps_threads: Whether ops run on as many threads as recorded.
-        spends_time: Whether what stands in for an op takes its recorded time.
+        stand_ins_take_time: Whether a stand-in takes the recorded time of its op.
     """
 
     device: torch.device
@@ -59,17 +59,19 @@ class RunMode:
     stand_ins_take_time: bool = False
 
     def runs(self, collective: Mapping[str, Any]) -> bool:
-        """Whether a collective of the plan finds its peers."""
+        """Returns whether the peers of a collective are running."""
         return self.communication is not None and not self.communication.lacks(collective)
 
 
 def should_stay_on_cpu(plan: RankPlan, device: torch.device) -> bool:
-    """Whether what was recorded on processors stays there: beside an accelerator, then and now."""
+    """Returns whether tensors recorded on the CPU stay there: if there was an accelerator then, and
+    is one now.
+    """
     return device.type != "cpu" and plan.has_accelerator
 
 
 def build_geometries(plan: RankPlan, device: torch.device) -> list[Geometry]:
-    """The tensors of a plan, on a device."""
+    """Returns the geometries of the plan's tensors, on a device."""
     storage_columns = plan.storages.select(
         "bytes", on_host=(pl.col("device") == "cpu") & pl.lit(should_stay_on_cpu(plan, device))
     ).select(pl.all().gather(plan.tensors["storage"]))
@@ -83,17 +85,17 @@ def build_geometries(plan: RankPlan, device: torch.device) -> list[Geometry]:
 def find_cross_lane_dependencies(
     lanes: Sequence[Hashable], touched_storages: Sequence[Iterable[Hashable]]
 ) -> list[tuple[int, int]]:
-    """Which ops must be done before which others may begin, where work runs on several threads or
+    """Returns which ops must be done before which others start, if work runs on several threads or
     streams.
 
-    An op begins once every earlier op of another lane that touches one of its storages is done.
+    An op starts once every earlier op of another lane that touches one of its storages is done.
 
     Args:
-        lanes: The thread or stream of each op; None where it is on none.
+        lanes: The thread or stream of each op; None if it is on none.
         touched_storages: The storages of each op.
 
     Returns:
-        Pairs of ops, without those that follow from others between the same two lanes.
+        Pairs of ops, without those implied by others between the same two lanes.
     """
     pairs = []
     last_op_by_lane: dict[Hashable, dict[Hashable, int]] = defaultdict(dict)
@@ -111,7 +113,7 @@ def find_cross_lane_dependencies(
 
 
 class _GapTimer:
-    """Keeps the recorded gaps: what a thread did between the end of one op and the start of the
+    """Reproduces the recorded gaps of a thread between the end of one op and the start of the
     next.
     """
 
@@ -119,18 +121,20 @@ class _GapTimer:
         self._last_end_ns: dict[int, int] = {}
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Starts a pass."""
         self._last_end_ns.clear()
 
     def hold(self, ended_thread: int, thread: int, gap_ns: int) -> None:
-        """An op of the thread `ended_thread` has just ended, and one of `thread` comes."""
+        """Waits for the gap between an op of `ended_thread`, which has just ended, and the next one
+        of `thread`.
+        """
         now = self._last_end_ns[ended_thread] = time.perf_counter_ns()
         hold_until(self._last_end_ns.get(thread, now) + gap_ns)
 
 
 @dataclass
 class _SurroundingCalls:
-    """What comes before an op and after it, which no row of the plan stands for."""
+    """Calls before and after an op that are not in the plan."""
 
     before: list[Instruction] = field(default_factory=list)
     after: list[Instruction] = field(default_factory=list)
@@ -141,15 +145,15 @@ def _make_untimed_instruction(function: Callable[..., Any], *registers: int) -> 
 
 
 class ProgramBuilder:
-    """The program of a plan, made row by row.
+    """Builds the program of a plan row by row.
 
     Args:
-        plan: Of one rank.
-        manner: How it is run.
+        plan: Plan of one rank.
+        mode: How it is run.
 
     Attributes:
-        needed: Storages of the plan that something uses which runs; the others are never allocated.
-        written_unseen: Those that kernels may write to, of which PyTorch hears nothing.
+        needed: Storages of the plan that a running op uses; the others are never allocated.
+        kernel_written_storages: Storages that kernels may write to without PyTorch's knowledge.
     """
 
     def __init__(self, plan: RankPlan, mode: RunMode) -> None:
@@ -188,11 +192,11 @@ class ProgramBuilder:
         self._p2p_batches = self._find_p2p_batches()
 
     def program(self, tensors: Mapping[int, torch.Tensor]) -> tuple[Program, pl.DataFrame]:
-        """The program, and what is not run as it is: columns as `STAND_INS`.
+        """Returns the program, and the ops that are replaced by stand-ins: columns as `STAND_INS`.
 
         Args:
-            tensors: Registers that hold something before the first op: rows of the plan's `tensors` on external
-                storages.
+            tensors: Registers with contents before the first op: rows of the plan's `tensors` on
+                external storages.
         """
         plan = self._plan
         for register, tensor in tensors.items():
@@ -208,7 +212,7 @@ class ProgramBuilder:
         for (
             op,
             batch,
-        ) in self._p2p_batches.items():  # what they send is taken when the last of them starts
+        ) in self._p2p_batches.items():  # their inputs are read when the last of them starts
             if op != batch[-1]["op"]:
                 dead_registers.setdefault(batch[-1]["op"], []).extend(dead_registers.pop(op, ()))
         surrounding_calls = self._build_surrounding_calls(uses)
@@ -219,7 +223,7 @@ class ProgramBuilder:
             lane = threads.index(row["thread"]) if threads else 0
             first = len(instructions)
             instructions += surrounding_calls[op].before
-            if row["call"] is not None:  # of a stand-in, too: what --import names may bring it
+            if row["call"] is not None:  # also for a stand-in: a module of --import may define it
                 instructions.append(self._build_call(row))
             elif row["action"] == VIEW:
                 instructions.append(self._build_view(row))
@@ -263,7 +267,7 @@ class ProgramBuilder:
         self._filled_registers.update(output for output in row["outputs"] if output is not None)
         inputs, registers = row["inputs"], dict(bound.places)
         namespace, _, name = row["name"].rpartition("::")
-        # Of most ops PyTorch takes no number where their schema has a tensor.
+        # Most ops do not accept a number where their schema has a tensor.
         takes_numbers = not namespace or torch._C._should_allow_numbers_as_tensors(name)  # noqa: SLF001
         scalar_values = self._scalar_values if takes_numbers else {}
         assign = partial(
@@ -298,7 +302,7 @@ class ProgramBuilder:
         inputs: Sequence[int],
         scalar_values: Mapping[int, Any],
     ) -> Any:
-        """The register of an argument, or those of the parts of a list that holds tensors."""
+        """Returns the register of an argument, or those of the items of a list of tensors."""
         if path in registers:
             register = inputs[registers[path]]
             if len(path) > 1 or len(inputs) == 1 or register not in scalar_values:
@@ -313,8 +317,8 @@ class ProgramBuilder:
         return len(self._registers) - 1
 
     def _find_scalar_values(self, tensors: Mapping[int, torch.Tensor]) -> dict[int, Any]:
-        """Registers of what was a number in the program: PyTorch makes a tensor of it that does not
-        promote types.
+        """Returns the values of registers that were numbers in the program: PyTorch turns them into
+        tensors that do not promote types.
         """
         plan = self._plan
         tensor_rows = pl.concat(
@@ -374,7 +378,7 @@ class ProgramBuilder:
             output for output in output_registers if output not in self._filled_registers
         ]
         instructions = []
-        if unfilled_outputs:  # a functional collective makes what it receives
+        if unfilled_outputs:  # a functional collective creates its outputs
             create_outputs = partial(
                 create_tensors,
                 [self._geometries[output] for output in unfilled_outputs],
@@ -407,7 +411,7 @@ class ProgramBuilder:
         return [*instructions, instruction]
 
     def _find_p2p_batches(self) -> dict[int, list[dict[str, Any]]]:
-        """Sends and receives that follow each other, by op: rows of the plan's `ops`."""
+        """Returns consecutive sends and receives, by op: rows of the plan's `ops`."""
         communication = self._mode.communication
         batches: dict[int, list[dict[str, Any]]] = {}
         if communication is None:
@@ -459,7 +463,7 @@ class ProgramBuilder:
         )
 
     def _get_stand_in_ns(self, row: Mapping[str, Any]) -> int:
-        """How long takes what stands in for an op."""
+        """Returns the duration of an op's stand-in."""
         return (
             round(median(row["durations_ns"]))
             if self._mode.stand_ins_take_time and row["durations_ns"]
@@ -467,7 +471,7 @@ class ProgramBuilder:
         )
 
     def _build_surrounding_calls(self, uses: pl.DataFrame) -> Mapping[int, _SurroundingCalls]:
-        """What keeps the order of threads and streams, and their pace."""
+        """Returns calls that preserve the order of threads and streams, and their pace."""
         surrounding_calls: dict[int, _SurroundingCalls] = defaultdict(_SurroundingCalls)
         ops, mode = self._plan.ops, self._mode
         touched_storages: list[list[Any]] = [[] for _ in range(ops.height)]
@@ -506,8 +510,8 @@ class ProgramBuilder:
         surrounding_calls: Mapping[int, _SurroundingCalls],
         touched_storages: Sequence[Iterable[Hashable]],
     ) -> None:
-        """Let ops be launched on as many streams as recorded, with an event where one needs what
-        another does.
+        """Launches ops on as many streams as recorded, with an event for each dependency between
+        streams.
         """
         import torch
 
@@ -542,7 +546,7 @@ class ProgramBuilder:
                 current = number
             for register in row[
                 "inputs"
-            ]:  # the allocator must not give its memory away while this stream uses it
+            ]:  # the allocator must not reuse its memory while this stream uses it
                 if (
                     self._tensor_storages[register] not in self.needed
                     or self._geometries[register].on_host
@@ -570,7 +574,7 @@ class ProgramBuilder:
 
 
 def create_view(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of this geometry on the storage of another, whatever the type of that."""
+    """Returns a tensor of this geometry on the storage of another, whatever the other's type."""
     import torch
 
     empty = torch.empty(0, dtype=getattr(torch, geometry.dtype), device=tensor.device)

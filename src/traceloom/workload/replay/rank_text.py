@@ -1,7 +1,8 @@
-"""The plan of a rank as Python text.
+"""Writing the plan of a rank as Python text.
 
-A trace decides what the text calls, and the text is run by whoever gets it: what is no plain name
-of an operator, and what `traceloom.workload.replay.schema` refuses, is never written as code.
+A trace determines what the text calls, and its recipients will run the text. So anything that is
+not a plain operator name, and anything that `traceloom.workload.replay.schema` refuses, is never
+written as code.
 """
 
 from __future__ import annotations
@@ -54,20 +55,20 @@ _TORCH_CONSTANTS = {
 
 
 class UnwritableError(ValueError):
-    """An op that no text can stand for, and why."""
+    """An op that cannot be written as text, and why."""
 
 
 class CallText:
     """A call of the plan, parsed once, written with the names of its inputs.
 
     Args:
-        schema: As the trace has it.
+        schema: As recorded.
         arguments: JSON, as `traceloom.workload.replay.plan` describes it.
-        further: Namespaces that are allowed besides PyTorch's own.
-        keeps_host: Whether what was recorded on the host's processors stays there.
+        extra_namespaces: Allowed namespaces in addition to PyTorch's own.
+        keeps_host: Whether tensors recorded on the CPU stay there.
 
     Raises:
-        UnwritableError: the op is refused, or one of its arguments cannot be sent.
+        UnwritableError: The op is refused, or one of its arguments cannot be written.
     """
 
     def __init__(
@@ -89,21 +90,21 @@ class CallText:
 
     @property
     def returns_list(self) -> bool:
-        """Whether it gives one list of tensors."""
+        """Whether it returns a single list of tensors."""
         return [value.type.base for value in self.schema.returns] == ["list"]
 
     @property
     def is_nested(self) -> bool:
-        """Whether it gives lists beside other things."""
+        """Whether it returns lists besides other values."""
         return len(self.schema.returns) > 1 and any(
             value.type.base == "list" for value in self.schema.returns
         )
 
     def write(self, names: Sequence[str]) -> str:
-        """The call; arguments that are the defaults of the schema are left out.
+        """Returns the call; arguments equal to the schema's defaults are omitted.
 
         Args:
-            names: Of the inputs.
+            names: Names of the inputs.
         """
         positional: list[str] = []
         keywords: list[str] = []
@@ -113,7 +114,7 @@ class CallText:
                 argument.name in NEVER_GIVEN or _is_same(value, argument.default)
             )
             if self._keeps_host and value == {"device": "cpu"}:
-                value = "cpu"  # noqa: PLW2901  (as torch takes it)
+                value = "cpu"  # noqa: PLW2901  (as torch accepts it)
             if argument.keyword_only:
                 if not is_default:
                     keywords.append(
@@ -126,10 +127,10 @@ class CallText:
 
 
 def _format_op_path(schema: OperatorSchema, extra_namespaces: frozenset[str]) -> str:
-    """The operator in `torch.ops`."""
+    """Returns the operator in `torch.ops`."""
     if refusal := find_refusal(schema, extra_namespaces):
         raise UnwritableError(refusal)
-    # A script can hand over a storage, and says itself on which device it runs.
+    # A script can pass a storage, and specifies its device itself.
     twin = None if schema.name == "set_" else find_replacement(schema.qualified, "")
     namespace, _, name = (schema.qualified if twin is None else twin.name).partition("::")
     name, _, overload = name.partition(".")
@@ -163,7 +164,6 @@ def _is_same(value: Any, default: Any) -> bool:
 
 
 def _format_literal(value: Any, value_type: ValueType, names: Sequence[str]) -> str:
-    """A value as a Python literal."""
     if isinstance(value, list):
         inner = value_type.inner[0] if value_type.base == "list" else value_type
         return f"[{', '.join(_format_literal(part, inner, names) for part in value)}]"
@@ -188,19 +188,20 @@ def _format_literal(value: Any, value_type: ValueType, names: Sequence[str]) -> 
 
 
 def format_dtype(name: str) -> str:
-    """A type as `torch.float32`."""
+    """Returns a type as `torch.float32`."""
     if name not in ITEM_BYTES:
         raise UnwritableError(f"{name!r} is no type of PyTorch's")
     return f"torch.{name}"
 
 
 def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Sequence[str]) -> str:
-    """A collective over torch.distributed; several, where it is of several tensors, as `PendingWorks`.
+    """Returns a collective over torch.distributed; for several tensors, several of them as
+    `PendingWorks`.
 
     Args:
-        row: Of the plan's `collectives`.
-        sent: Names of the tensors that it takes.
-        received: Names of those that it fills.
+        row: Row of the plan's `collectives`.
+        sent: Names of its input tensors.
+        received: Names of its output tensors.
     """
     kind, group = row["kind"], f"group=group[{row['group']!a}]"
     extra_arguments = [group, *(["async_op=True"] if row["asynchronous"] else [])]
@@ -254,7 +255,7 @@ def _format_list(names: Sequence[str]) -> str:
 
 
 def wrap_line(line: str) -> Iterator[str]:
-    """A line of code on as many lines as it needs: broken after commas in brackets.
+    """Yields a line of code split over as many lines as needed, broken after commas in brackets.
 
     A comment stays one line.
     """
@@ -271,7 +272,7 @@ def wrap_line(line: str) -> Iterator[str]:
     yield current
 
 
-# Shapes of their results depend on what tensors hold, which is not what they held.
+# The shapes of their results depend on contents, which differ from the recorded ones.
 _BY_CONTENT = frozenset(
     {
         "nonzero",
@@ -285,24 +286,24 @@ _BY_CONTENT = frozenset(
         "argwhere",
     }
 )
-_MAX_INLINE_BYTES = 1 << 13  # bytes of recorded integers that a script spells out
+_MAX_INLINE_BYTES = 1 << 13  # max bytes of recorded integers written into a script
 Names = Callable[[int], str]
 Op = dict[str, Any]
 
 
 class RankScript:
-    """Text of a rank's ops.
+    """The ops of a rank as text.
 
     Args:
-        plan: Of the rank.
-        seed: Of the contents.
-        further: Namespaces of ops that are allowed besides PyTorch's own.
-        alone: Whether the time of communication stands in for it.
+        plan: Plan of the rank.
+        seed: Random seed of the contents.
+        extra_namespaces: Allowed namespaces of ops in addition to PyTorch's own.
+        alone: Whether communication is replaced by its recorded time.
 
     Attributes:
         ops: Rows of the plan.
-        lines: What it does; a line's source is a row of the plan's `ops`.
-        meanings: What each kind of line does: one of its ops, with the row of its collective.
+        lines: The program; a line's source is a row of the plan's `ops`.
+        meanings: Operation of each kind of line: one of its ops, with the row of its collective.
     """
 
     def __init__(
@@ -313,8 +314,8 @@ class RankScript:
         self.ops: list[Op] = plan.ops.to_dicts()
         self._tensors = plan.tensors.to_dicts()
         self._storages = plan.storages.to_dicts()
-        # Beside an accelerator the host keeps its tensors, as in the replay: counters of steps that
-        # are looked at would be waited for elsewhere.
+        # With an accelerator, CPU tensors stay on the CPU, as in the replay: reading step counters
+        # elsewhere would synchronize.
         self._keeps_host = plan.has_accelerator
         first = plan.tensors.group_by("storage", maintain_order=True).agg(pl.first("dtype"))
         self._dtypes = dict(first.iter_rows())
@@ -351,7 +352,7 @@ class RankScript:
                 )
 
     def _add_op(self, op: Op, collectives: Sequence[Op], created: set[int], *, alone: bool) -> None:
-        """Add the lines of an op; `created` are the registers that hold something before it."""
+        """Adds the lines of an op; `created` are the registers that are set before it."""
         consumed, received = (
             op["inputs"],
             [output for output in op["outputs"] if output is not None],
@@ -368,7 +369,7 @@ class RankScript:
             self._add(("view", self._geometry(received[0])), op, consumed, received)
         elif op["action"] == COLLECTIVE and not alone:
             for register in received:
-                if register not in created:  # what a functional collective receives is made by it
+                if register not in created:  # a functional collective creates its outputs
                     key = "empty", self._geometry(register), self._device(register)
                     self._add(key, {**op, "action": "empty", "outputs": [register]}, (), [register])
             row = collectives[op["collective"]]
@@ -404,21 +405,21 @@ class RankScript:
         return row["dtype"], row["offset"], tuple(row["shape"]), tuple(row["strides"])
 
     def _device(self, register: int) -> str:
-        """Where a register is, as text."""
+        """Returns the device of a register as text."""
         storage = self._storages[self._tensors[register]["storage"]]
         return "'cpu'" if self._keeps_host and storage["device"] == "cpu" else "DEVICE"
 
     def _like(self, register: int) -> str:
-        """Shape, strides and type of a register, as arguments."""
+        """Returns shape, strides and type of a register as arguments."""
         dtype, _, shape, strides = self._geometry(register)
         return f"{shape}, {strides}, {format_dtype(dtype)}"
 
     def recorded_ns(self, op: Mapping[str, Any]) -> int:
-        """What an op took in the timed steps, the median; 0 where that is not known."""
+        """Returns the median recorded duration of an op; 0 if unknown."""
         return round(median(op["durations_ns"])) if op["durations_ns"] else 0
 
     def gives_list(self, kind_number: int) -> bool:
-        """Whether a kind of line gives a list, whatever its length."""
+        """Returns whether a kind of line returns a list, whatever its length."""
         op = self.meanings[kind_number]
         call = self._calls[op["call"]] if op["action"] == RUN else None
         return op["action"] == "stand-in" or (
@@ -426,11 +427,11 @@ class RankScript:
         )
 
     def expression(self, op: Op, names: Sequence[str]) -> str:
-        """What an op calls.
+        """Returns the call of an op.
 
         Args:
             op: One of `meanings`.
-            names: Of what it reads.
+            names: Names of its inputs.
         """
         if op["action"] == VIEW:
             dtype, *geometry = self._geometry(op["outputs"][0])
@@ -466,11 +467,11 @@ class RankScript:
         )
 
     def external(self, registers: Iterable[int], name: Names) -> Iterator[str]:
-        """The lines that make tensors that come from outside, each storage once.
+        """Yields the lines that create external tensors, each storage once.
 
         Args:
             registers: Rows of the plan's `tensors`.
-            name: What each is called.
+            name: Returns the name of each.
         """
         on: dict[int, str] = {}  # storage -> a tensor on it
         for register in registers:
@@ -515,11 +516,11 @@ class RankScript:
             on[number] = name(register)
 
     def case(self, number: int, op: Op, description: str) -> str | None:
-        """An op alone as a function that makes its inputs and gives what calls it; None where no
-        text can.
+        """Returns a function that creates the inputs of a single op and returns a call of it; None
+        if it cannot be written.
 
         Args:
-            number: Of the function.
+            number: Number of the function.
             op: A row of the plan's `ops`.
             description: Its docstring.
         """
@@ -534,7 +535,7 @@ class RankScript:
 
 
 def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:
-    """Whether a tensor is all of its storage, in its order."""
+    """Returns whether a tensor covers its whole storage, in order."""
     expected = 1
     for length, stride in zip(reversed(shape), reversed(strides), strict=True):
         if length != 1 and stride != expected:
@@ -546,14 +547,14 @@ def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bo
 def format_function(
     name: str, parameters: str, returns: str, description: str, lines: Iterable[str]
 ) -> str:
-    """A function as text.
+    """Returns a function as text.
 
     Args:
         name: Its name.
-        parameters: As they stand in brackets.
-        returns: The type of what it gives; empty: not said.
+        parameters: The text in its parentheses.
+        returns: The return type; empty for none.
         description: Its docstring, any text.
-        lines: What it does; each is broken where it is too long.
+        lines: Its body; long lines are wrapped.
     """
     doc = ascii(description.replace("µ", "u"))[1:-1].replace('"', r"\"")
     body = [f'"""{doc}"""', *(part for line in lines for part in wrap_line(line))]
@@ -569,7 +570,7 @@ class Functions:
     """The functions of one rank.
 
     Args:
-        text: What the rank does.
+        text: The ops of the rank.
 
     Attributes:
         folded: Its blocks.
@@ -588,7 +589,7 @@ class Functions:
                 last.update(dict.fromkeys([*line.reads, *line.writes], position))
         needed: list[set[int]] = [
             set() for _ in bodies
-        ]  # of its own registers, by somebody after the body
+        ]  # its own registers that are used after the body
         for number in self._order:
             for position, line in enumerate(bodies[number]):
                 if line.what < 0:
@@ -602,7 +603,7 @@ class Functions:
         self._returned = [sorted(registers) for registers in needed]
         self._handles: list[set[int]] = [
             set() for _ in bodies
-        ]  # registers that hold what a collective started
+        ]  # registers with the handle of a started collective
         for number in reversed(self._order):
             for line in bodies[number]:
                 if line.what < 0:
@@ -621,8 +622,8 @@ class Functions:
                     external_names[register] = f"w[{len(external_names)}]"
             created.update(line.writes)
         self._outside = external_names
-        # Of each block: parameters that all calls give the same tensor from outside, as weights,
-        # with its name: these are not passed.
+        # Per block: parameters for which all calls pass the same external tensor, such as weights,
+        # with its name; these are not passed.
         self._same: list[dict[int, str]] = [dict(external_names), *({} for _ in bodies[1:])]
         seen_blocks: set[int] = set()
         for number in self._order:
@@ -643,10 +644,10 @@ class Functions:
             self._takes_w[number] |= any(inner)
 
     def write(self, suffix: str = "") -> str:
-        """All functions, those that are called first.
+        """Returns all functions, callees first.
 
         Args:
-            suffix: Behind their names, where there are several ranks' in one file.
+            suffix: Suffix of their names, if a file has those of several ranks.
         """
         self._names = {
             body: f"block_{number}{suffix}"
@@ -693,8 +694,8 @@ class Functions:
         return self._text.recorded_ns(self._text.ops[line.source])
 
     def _namer(self, body: int) -> Names:
-        """What the registers of a body are called: `w[0]` from outside, `p0` given, `t0` made, `h0`
-        being awaited.
+        """Returns the naming of a body's registers: `w[0]` from outside, `p0` parameters, `t0`
+        results, `h0` pending handles.
         """
         counts: Counter[str] = Counter()
         names = dict(self._same[body])
@@ -728,7 +729,7 @@ class Functions:
             }
             result_registers: list[
                 int | None
-            ]  # the registers of what the line gives; None where nothing holds it
+            ]  # registers of the line's results; None for unused ones
             if line.what < 0:
                 block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
                 result_registers = [
@@ -759,8 +760,8 @@ class Functions:
 
 
 def _format_names(names: list[str], *, single: bool = True) -> str:
-    """Several names in brackets, so that the line may be broken; one as it is, unless it is one of
-    a list.
+    """Joins names in brackets, so that the line can be wrapped; a single one is unchanged unless it
+    is an item of a list.
     """
     return (
         names[0] if single and len(names) == 1 else f"({', '.join(names)}{',' * (len(names) == 1)})"

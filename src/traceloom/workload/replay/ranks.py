@@ -1,9 +1,9 @@
-"""A process per rank, results together.
+"""Running a replay with one process per rank, and merging the results.
 
-A process gets its job as a line of JSON and leaves its answer in a file of a folder of ours; what
-it and its libraries print stands in another one there, and is shown should it fail.
+A process gets its job as a line of JSON and writes its answer to a file in a temporary directory;
+the output of the process and its libraries goes to another file there, and is shown if it fails.
 
-Our processes find each other through a file, so no port is needed. Under torchrun the results go to
+Our own processes connect through a file, so no port is needed. Under torchrun the results go to
 rank 0 over its store.
 """
 
@@ -55,21 +55,21 @@ def run_processes(
     *,
     hint: str,
 ) -> list[dict[str, Any]]:
-    """Start a process for each rank and wait for all; when one fails, the others are ended.
+    """Starts a process for each rank and waits for all; if one fails, the others are terminated.
 
     Args:
         main: A module whose `main` calls `take_part`.
-        job: What all of them do; each is told `directory`, `process` (its place) and `ranks` besides.
+        job: The common job; each process also gets `directory`, `process` (its index) and `ranks`.
         ranks: Their names.
-        directory: For what they leave.
-        on_status: Told what the first of them is doing.
-        hint: What to do should a rank fail; `{rank}` is its name.
+        directory: For their files.
+        on_status: Called with status messages of the first process.
+        hint: What to do if a rank fails; `{rank}` is its name.
 
     Returns:
         The answer of each.
 
     Raises:
-        PartialError: slug `rank-failed`; or whatever a rank raised of `TraceloomError`.
+        PartialError: slug `rank-failed`; or any `TraceloomError` that a rank raised.
     """
     heard: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
 
@@ -114,7 +114,7 @@ def run_processes(
                     on_status(event["says"])
                 if (
                     failed and until is None
-                ):  # it pulls the others down, and which was first shows in a moment
+                ):  # a failure takes the others down; wait briefly to see which was first
                     until = time.monotonic() + _OTHERS_FAIL_S
         finally:
             kill()
@@ -131,8 +131,8 @@ def run_processes(
 def _find_first_failure(
     failed: dict[int, dict[str, Any] | int], ranks: Sequence[int], directory: Path, hint: str
 ) -> TraceloomError:
-    """The failure that the others follow from: of who ended without a word, else the first that was
-    spoken of.
+    """Returns the root failure: that of a process that ended without a message, else the first
+    reported one.
     """
     suffix = ", and the others were ended" if len(ranks) > 1 else ""
     spoken = {process: failure for process, failure in failed.items() if isinstance(failure, dict)}
@@ -161,15 +161,15 @@ def _find_first_failure(
 
 
 def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -> None:
-    """What a process does that `run_processes` started; it ends here.
+    """Runs a process that `run_processes` started, and exits.
 
     Args:
-        run: Given the job, and who is told what is being done, the answer.
+        run: Returns the answer to a job; its second argument receives status messages.
     """
     job = json.loads(sys.stdin.readline())
     directory, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
 
-    def end_with_parent() -> None:  # nobody reads what is measured once the standard input ends
+    def end_with_parent() -> None:  # the parent has gone once the standard input ends
         sys.stdin.read()
         os._exit(1)
 
@@ -202,14 +202,12 @@ def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -
             error={**error.to_dict(), "where": location},
             time_ns=time.time_ns(),
         )
-    except Exception as error:  # noqa: BLE001  (whatever it is, the parent must hear of it)
+    except Exception as error:  # noqa: BLE001  (any error must be reported to the parent)
         traceback.print_exc()
         say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
     finally:
         sys.stdout.flush()
-        os._exit(
-            0
-        )  # without the destructors of process groups, which wait for peers that may be gone
+        os._exit(0)  # skip the destructors of process groups, which wait for peers that may be gone
 
 
 def replay(
@@ -221,18 +219,19 @@ def replay(
     """Run a plan, each rank in a process of its own.
 
     Args:
-        plan: What is run.
-        options: How.
-        on_status: Told what is being done.
+        plan: The plan.
+        options: How to run it.
+        on_status: Called with a status message.
 
     Returns:
-        What it gave; None in processes of torchrun other than the first.
+        The results; None in processes of torchrun other than the first.
 
     Raises:
         UsageError: `wrong-usage`: ranks that the plan does not have; `no-such-module`.
-        InputError: `different-collectives`, `too-little-memory`, `no-device`, `no-torch`, `wrong-world-size`.
+        InputError: `different-collectives`, `too-little-memory`, `no-device`, `no-torch`,
+            `wrong-world-size`.
         CheckError: `op-failed`, with `strict`.
-        PartialError: `rank-failed`: a rank ended before its time.
+        PartialError: `rank-failed`: a rank ended prematurely.
     """
     options = options or RunOptions()
     ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
@@ -258,7 +257,7 @@ def replay(
 def _merge_results(
     plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
 ) -> Replayed:
-    """The results of all ranks as one."""
+    """Merges the results of all ranks."""
     result_by_rank = {
         rank: RankReplayed.from_dict(answer["rank"])
         for rank, answer in zip(ranks, answers, strict=True)
@@ -288,12 +287,12 @@ def _merge_results(
 
 
 def main() -> None:
-    """What a process of ours does: one rank."""
+    """Runs one rank in a process of its own."""
     take_part(_run_job)
 
 
 def _run_job(job: dict[str, Any], on_status: StatusCallback) -> dict[str, Any]:
-    """The result of the rank that a job names."""
+    """Returns the result of the rank in a job."""
     directory, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
     plan = ReplayPlan.load(directory / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
@@ -306,8 +305,8 @@ def _run_job(job: dict[str, Any], on_status: StatusCallback) -> dict[str, Any]:
 
 
 def _has_communication(plan: ReplayPlan, ranks: list[int]) -> bool:
-    """Whether collectives run: among several ranks, and of one whose groups had no other rank when
-    recorded.
+    """Returns whether collectives run: with several ranks, or with one whose groups had no other
+    recorded rank.
     """
     if len(ranks) > 1:
         return True
@@ -319,7 +318,7 @@ def _has_communication(plan: ReplayPlan, ranks: list[int]) -> bool:
 def _run_under_torchrun(
     plan: ReplayPlan, options: RunOptions, ranks: list[int], on_status: StatusCallback
 ) -> Replayed | None:
-    """One of torchrun's processes runs its rank; the first puts all together."""
+    """Runs the rank of this torchrun process; the first process merges all results."""
     from torch.distributed import DistNetworkError, PrefixStore, rendezvous
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -363,7 +362,7 @@ def _run_under_torchrun(
     return _merge_results(plan, options, ranks, answers)
 
 
-def _run_rank(  # noqa: PLR0917  (each is of another kind)
+def _run_rank(  # noqa: PLR0917  (all of them are unrelated)
     plan: ReplayPlan,
     options: RunOptions,
     ranks: list[int],
@@ -372,7 +371,7 @@ def _run_rank(  # noqa: PLR0917  (each is of another kind)
     sharing: int,
     on_status: StatusCallback,
 ) -> dict[str, Any]:
-    """Run one rank in this process; what `_together` takes."""
+    """Runs one rank in this process."""
     from traceloom.workload.replay.binding import bind_call, require_torch
 
     require_torch()

@@ -1,11 +1,10 @@
-"""The same workload with other sizes: every op is run on meta tensors of the new sizes, its
-arguments made to fit.
+"""Resizing a plan: every op is run on meta tensors of the new sizes, with adapted arguments.
 
-What has a size is a *symbol*: equal sizes that travel together. The sizes of tensors from outside
-are changed first; what ops give follows from PyTorch itself. Where an op is told sizes (`view`,
-`expand`, `empty`, `split`), those equal to a symbol change with it, and multiples of it only where
-nothing else fits (8 x 128 tokens are 1,024 rows). An op that fits in no way is refused, so what
-comes out is proven to run.
+A size is a *symbol*: equal sizes change together. The sizes of external tensors are changed first;
+the sizes of outputs follow from PyTorch itself. Sizes in arguments (`view`, `expand`, `empty`,
+`split`) change if they equal a symbol, and if they are multiples of one only when nothing else fits
+(8 x 128 tokens are 1,024 rows). An op that cannot be made to fit is refused, so the result is
+proven to run.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from traceloom.workload.replay.values import compute_contiguous_strides
 if TYPE_CHECKING:
     import torch
 
-_MAX_TRIES = 256  # ways to make the arguments of one op fit
+_MAX_TRIES = 256  # attempts to adapt the arguments of one op
 _SIZE_NAMES = re.compile(
     r"^(?:size|shape|sizes?_hint|output_size|input_sizes?|repeats|n|m|length|start|end|split_sizes?|normalized_shape|"
     r"stride|storage_offset|num_weights|num_classes|self_size|sizes)$"
@@ -55,15 +54,17 @@ def scale_plan(
     *,
     batch: Fraction | None = None,
 ) -> ReplayPlan:
-    """The plan with other sizes.
+    """Returns the plan with other sizes.
 
     Args:
-        plan: What was recorded.
-        factors: By size, by how much all dimensions of that size are longer or shorter.
-        batch: The factor of the first dimension of the data: what comes from a loader, else integers from outside.
+        plan: The recorded plan.
+        factors: Size -> factor on all dimensions of that size.
+        batch: Factor on the first dimension of the data: tensors from a data loader, else external
+            integers.
 
     Raises:
-        UsageError: `cannot-resize`: no dimension has that size, a size would be no whole number, or an op does not fit.
+        UsageError: `cannot-resize`: no dimension has that size, a size would not be an integer, or
+            an op does not fit.
     """
     ranks = {
         rank: _Scaling(rank_plan, dict(factors or {}), batch).plan()
@@ -73,7 +74,7 @@ def scale_plan(
 
 
 def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
-    """The plan with every stretch of ops in a scope run several times, one after the other.
+    """Returns the plan with every stretch of ops in a scope run several times in sequence.
 
     Raises:
         UsageError: `no-such-scope`: no op is in it.
@@ -109,7 +110,7 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
 
 
 class _Scaling:
-    """Goes through the ops of a rank with meta tensors of the new sizes."""
+    """Runs the ops of a rank on meta tensors of the new sizes."""
 
     def __init__(
         self, plan: RankPlan, factors: dict[int, Fraction], batch: Fraction | None
@@ -128,11 +129,10 @@ class _Scaling:
         self._laid = self.layouts()
 
     def layouts(self) -> dict[int, tuple[int, int | None]]:
-        """Where parts of a buffer move when those before them grow: by register, the offset; of the
-        whole its length.
+        """Returns where parts of a buffer move when those before them grow: by register, the
+        offset, and for the whole buffer its length.
 
-        Gradients lie one behind the other in the buckets that ranks exchange; a bucket is one flat
-        tensor, too.
+        Gradients are contiguous in the buckets that ranks exchange; a bucket is a flat tensor, too.
         """
         out: dict[int, tuple[int, int | None]] = {}
         dense = (
@@ -182,7 +182,7 @@ class _Scaling:
         return out
 
     def sizes_of(self, number: int) -> tuple[int, ...]:
-        """The new shape of a tensor from outside."""
+        """Returns the new shape of an external tensor."""
         storage, _, shape, *_ = self.before[number]
         if self.everywhere:
             return tuple(self.sizes.get(length, length) for length in shape)
@@ -193,7 +193,7 @@ class _Scaling:
         )
 
     def find_batch(self) -> tuple[int, set[int]]:
-        """The size of the batch, and the storages that have it: data from outside."""
+        """Returns the batch size, and the storages that have it: data from outside."""
         plan = self.plan_before
         first = plan.tensors.with_columns(
             pl.col("shape").list.first().alias("size"),
@@ -214,7 +214,7 @@ class _Scaling:
         return size, set(data.filter(pl.col("size") == size)["storage"])
 
     def plan(self) -> RankPlan:
-        """The plan of the rank with the new sizes, checked."""
+        """Returns the checked plan of the rank with the new sizes."""
         before = self.plan_before
         if self.everywhere:
             sizes = set(before.tensors["shape"].explode().drop_nulls())
@@ -255,7 +255,7 @@ class _Scaling:
     def run(
         self, row: Mapping[str, Any], schema: str, arguments: str, inputs: list[torch.Tensor]
     ) -> str:
-        """Run an op on meta tensors of the new sizes; its arguments as they fit."""
+        """Runs an op on meta tensors of the new sizes; returns its adapted arguments."""
         import torch
 
         recorded = [
@@ -291,7 +291,7 @@ class _Scaling:
                         self.tensors[tensor] = value
                 return tried
             reason = reason or "its result would have another number of dimensions"
-        if not changed:  # no kernel for meta tensors, or a result that depends on contents
+        if not changed:  # no meta kernel, or a result that depends on contents
             self.take_recorded_outputs(row)
             return arguments
         shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
@@ -302,7 +302,7 @@ class _Scaling:
         )
 
     def fits(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-        """Whether each length is as it was, or changed by what was asked for."""
+        """Returns whether each length is unchanged, or changed by a requested factor."""
         ratios = {Fraction(new, old) for old, new in self.sizes.items()}
         return len(before) == len(after) and all(
             old == new or (old > 0 and Fraction(new, old) in ratios)
@@ -310,8 +310,8 @@ class _Scaling:
         )
 
     def ways(self, schema: str, arguments: str, *, changed: bool) -> Iterator[str]:
-        """The arguments with sizes changed: first those equal to a symbol, then any others, the
-        fewest first.
+        """Yields the arguments with sizes changed: first those equal to a symbol, then any others,
+        fewest changes first.
         """
         values = msgspec.json.decode(arguments)
         declared = parse_schema(schema).arguments
@@ -326,7 +326,7 @@ class _Scaling:
         likely = {path for path, value in numbers_by_path if value in self.sizes}
         if not changed and not self.everywhere:
             likely = set()
-        # The first of several sizes is the more likely one: it is added first, and taken back last.
+        # The first of several sizes is the most likely one: it is added first, and removed last.
         other_paths = [path for path, _ in numbers_by_path if path not in likely]
         other_paths += [path for path, _ in reversed(numbers_by_path) if path in likely]
         new = {path: self.new_size(value) for path, value in numbers_by_path}
@@ -344,20 +344,20 @@ class _Scaling:
                 )
 
     def new_size(self, value: int) -> int | None:
-        """A size as it becomes if it changes; None where it is no multiple of what does."""
+        """Returns the changed value of a size; None if it is not a multiple of a changing one."""
         for old, new in self.sizes.items():
             if value and value % old == 0:
                 return value // old * new
         return None
 
     def tensor(self, number: int) -> torch.Tensor:
-        """A register; from outside where no op has made it."""
+        """Returns a register; creates an external tensor if no op has created it."""
         if number not in self.tensors:
             self.tensors[number] = self.like(number)
         return self.tensors[number]
 
     def like(self, number: int) -> torch.Tensor:
-        """A tensor from outside, or of a stand-in: the sizes that change are those of a symbol."""
+        """Returns a tensor that is external or from a stand-in: sizes equal to a symbol change."""
         import torch
 
         _, offset, shape, strides, dtype = self.before[number]
@@ -365,7 +365,7 @@ class _Scaling:
         offset, length = self._laid.get(number, (offset, None))
         if length is not None:
             new = (length,)
-        if list(new) != list(shape):  # what lay without gaps does so again
+        if list(new) != list(shape):  # a contiguous layout stays contiguous
             order = sorted(range(len(shape)), key=lambda at: -strides[at])
             dense = compute_contiguous_strides(tuple(new[dim] for dim in order))
             strides = [dense[order.index(dim)] for dim in range(len(shape))]
@@ -378,7 +378,7 @@ class _Scaling:
     def view(
         self, source: int, output: int, tensor: torch.Tensor, row: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Another geometry of a tensor that lives."""
+        """Returns another geometry of a live tensor."""
         _, offset, shape, strides, dtype = self.before[output]
         before = self.before[source]
         same = tuple(tensor.shape) == tuple(before[2]) and tensor.storage_offset() == before[1]
@@ -476,7 +476,7 @@ class _Scaling:
             data=data,
             kernels=build_empty_frame(
                 "kernels"
-            ),  # a kernel of other sizes is another one: stand-ins
+            ),  # a kernel for other sizes is a different one: use stand-ins
             collectives=exchanged,
         )
         plan.check()
@@ -492,7 +492,7 @@ def _scale_size(size: int, factor: Fraction) -> int:
 
 
 def _count_elements(offset: int, shape: Any, strides: Any) -> int:
-    """Elements of the storage that a geometry needs."""
+    """Returns the elements of the storage that a geometry needs."""
     if 0 in shape:
         return offset
     return int(
@@ -503,7 +503,7 @@ def _count_elements(offset: int, shape: Any, strides: Any) -> int:
 
 
 def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Whole numbers within a value, with where they stand."""
+    """Yields the integers within a value, with their paths."""
     if isinstance(value, list):
         for index, part in enumerate(value):
             yield from _find_numbers(part, (*path, index))
@@ -512,7 +512,7 @@ def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int
 
 
 def _replace_numbers(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> str:
-    """JSON of values with some numbers in them changed."""
+    """Returns the values as JSON with some integers changed."""
     out = msgspec.json.decode(msgspec.json.encode(values))
     for path, number in changes.items():
         holder = out

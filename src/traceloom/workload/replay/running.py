@@ -1,5 +1,5 @@
 """Running one rank's plan in this process: memory, contents, the first pass, and passes until their
-median is known.
+median is precise.
 """
 
 from __future__ import annotations
@@ -51,12 +51,10 @@ ThreadMode = Literal["one", "recorded"]
 _MEDIAN_TOLERANCE = 0.02
 _CONFIDENCE = 0.95
 _WARMUP_PASSES, _WARMUP_S = 2, 1.0
-# Passes that are recorded, those before, and those in which the recorder takes its graph step.
+# Number of recorded passes, of passes before them, and of passes for the recorder's graph step.
 _RECORDED_PASSES, _PASSES_BEFORE_RECORDED, _GRAPH_STEP_PASSES = 5, 3, 3
 _MAX_MEAN_MAGNITUDE = 1e6
-"""Sums of floats that changed over passes: beyond this mean magnitude they get their first content
-again.
-"""
+"""Floats that accumulate over passes get their initial content again beyond this mean magnitude."""
 _ENVIRONMENT_VARIABLE_PREFIXES = (
     "OMP_",
     "MKL_",
@@ -74,25 +72,25 @@ _ENVIRONMENT_VARIABLE_PREFIXES = (
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user wants of a run.
+    """The user's options of a run.
 
     Attributes:
-        device: `cpu`, `cuda`, `xpu`; None: as recorded where there is one, else the CPU.
+        device: `cpu`, `cuda`, `xpu`; None for the recorded type if available, else the CPU.
         pace: `fast`: one op after the other; `recorded`: with the host's gaps between them.
-        iterations: How many timed passes; None: until the median is known to 2 %.
-        max_time_s: No pass begins later than this after the first.
+        iterations: Number of timed passes; None: until the median is known to 2 %.
+        max_time_s: No pass starts later than this after the first.
         timeout_s: Of a collective.
-        memory_limit: Bytes that the tensors of a rank may take; None: what is free.
-        seed: Of the contents and of ops that draw random numbers.
-        backend: Of torch.distributed; None: what serves the device.
+        memory_limit: Max bytes of a rank's tensors; None for the free memory.
+        seed: Random seed of the contents and of random ops.
+        backend: Of torch.distributed; None for the device's default.
         ranks: Recorded ranks that run; None: all.
-        stand_ins: Whether what cannot be run takes its recorded time.
+        stand_ins: Whether ops that cannot be run take their recorded time.
         strict: Whether the first op that fails ends the run.
         threads: `one` thread that calls all ops, or as `recorded`.
-        imports: Modules that bring custom ops.
-        trust: Whether the sources of compiled kernels, which came with the trace, are executed.
-        record: Directory for a capture of some further passes; None: none is made.
-        force: Whether an earlier capture there is replaced.
+        imports: Modules that define custom ops.
+        trust: Whether to execute the sources of compiled kernels, which came with the trace.
+        record: Directory for a capture of some extra passes; None for no capture.
+        force: Whether to replace an earlier capture there.
     """
 
     device: str | None = None
@@ -114,11 +112,11 @@ class RunOptions:
 
 
 def is_median_precise(values: Sequence[int], tolerance: float = _MEDIAN_TOLERANCE) -> bool:
-    """Whether the median of what these are samples of is known: its interval of 95 % reaches so far
-    to either side.
+    """Returns whether the 95 % confidence interval of the median is within `tolerance` of it on
+    both sides.
 
-    The interval lies between two of the values, whatever their distribution; below six values there
-    is none.
+    The interval lies between two of the values, whatever their distribution; fewer than six values
+    have none.
     """
     count = len(values)
     tail_probability, trimmed_count = 0.0, 0
@@ -136,7 +134,9 @@ def is_median_precise(values: Sequence[int], tolerance: float = _MEDIAN_TOLERANC
 
 
 def get_free_bytes(device: torch.device) -> int | None:
-    """Memory that tensors of this device can still take; None where the system does not say."""
+    """Returns the memory available for tensors of this device; None if the system does not report
+    it.
+    """
     if device.type != "cpu":
         import torch
 
@@ -162,12 +162,12 @@ def check_memory(
     process_count: int,
     needed: Collection[int] | None = None,
 ) -> None:
-    """See that the tensors of a plan have room, before the first of them is allocated.
+    """Checks that the tensors of a plan fit into memory, before the first of them is allocated.
 
     Args:
-        plan: Of one rank.
-        device: Where it runs.
-        limit: What the user allows.
+        plan: Plan of one rank.
+        device: Device of the run.
+        limit: The user's limit.
         process_count: Processes that share the memory.
         needed: The storages that are allocated; None: all.
 
@@ -196,7 +196,7 @@ def check_memory(
 def choose_device(
     plan: ReplayPlan, options: RunOptions, process_index: int
 ) -> tuple[torch.device, tuple[Notice, ...]]:
-    """Where a process runs its plan, and what must be said about that.
+    """Returns the device of a process, and notices about the choice.
 
     Raises:
         InputError: slug `no-device`.
@@ -243,8 +243,8 @@ def _is_device_available(kind: str) -> bool:
 
 
 def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
-    """Import what brings custom ops, also from the current folder; returns the namespaces that came
-    with it.
+    """Imports modules that define custom ops, also from the current directory; returns their
+    namespaces.
 
     Raises:
         UsageError: slug `no-such-module`.
@@ -259,7 +259,7 @@ def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
     for module in modules:
         try:
             importlib.import_module(module)
-        except ImportError as error:  # noqa: PERF203  (there are few)
+        except ImportError as error:  # noqa: PERF203  (only a few modules)
             hint = "install it, or start where it lies"
             raise UsageError(
                 f"--import {module}: {error}", slug="no-such-module", hint=hint
@@ -268,8 +268,8 @@ def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
 
 
 def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
-    """The storages that ops copy without waiting: on the host the program had pinned them, or it
-    would have waited.
+    """Returns the storages that ops copy asynchronously: on the host the program had pinned them,
+    or the copy would have been synchronous.
     """
     calls = []
     for call, schema, arguments in plan.calls.select("call", "schema", "arguments").iter_rows():
@@ -279,7 +279,7 @@ def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
                 if "non_blocking" in schema
                 else []
             )
-        except UnreadableSchemaError:  # which does not run
+        except UnreadableSchemaError:  # such an op does not run
             continue
         values = dict(zip(names, msgspec.json.decode(arguments, type=list), strict=False))
         calls += [call] if values.get("non_blocking") is True else []
@@ -341,17 +341,17 @@ class _ExternalStorages:
         return elements_tensor.to(self._device)
 
     def _create_tensor(self, tensor: int) -> torch.Tensor:
-        # No view of the whole: some ops refuse to work in place on views.
+        # Not a view of the whole storage: some ops refuse to work in place on views.
         return create_view(self._geometries[tensor], self._storages[self._storage_of[tensor]])
 
     def find_changes(
         self, registers: Sequence[Any], untracked_writes: Collection[int] = ()
     ) -> None:
-        """After a pass: which storages ops write to, and which tensors they gave another geometry
-        or storage.
+        """Determines after a pass which storages ops write to, and which tensors got another
+        geometry or storage.
 
         Args:
-            registers: As the pass began.
+            registers: Registers at the start of the pass.
             untracked_writes: Storages that may have been written to without PyTorch's knowledge.
         """
         written = {
@@ -373,8 +373,8 @@ class _ExternalStorages:
         ]
 
     def restore(self, registers: list[Any], *, check_floats: bool = True) -> None:
-        """Before a pass: integers as they were, because they may be indices; floats that have grown
-        beyond use.
+        """Restores contents before a pass: integers, because they may be indices, and floats that
+        have grown too large.
         """
         for storage, content in self._saved_integers.items():
             self._storages[storage].copy_(content)
@@ -392,13 +392,13 @@ class PlanRunner:
     """A rank's plan that has been run once, and can be run again.
 
     Args:
-        plan: Of one rank.
-        device: Where.
-        options: How.
-        communication: Groups of the ranks that run; None where this process runs alone.
-        sharing: Processes that share this machine's memory.
+        plan: Plan of one rank.
+        device: The device.
+        options: The options.
+        communication: Groups of the running ranks; None if this process runs alone.
+        process_count: Processes that share this machine's memory.
         bind: Binds calls.
-        kernels: Binds compiled kernels; None: stand-ins take their places.
+        kernels: Binds compiled kernels; None for stand-ins.
 
     Raises:
         InputError: slug `too-little-memory`.
@@ -443,7 +443,7 @@ class PlanRunner:
             self._contents.find_changes(self.program.registers, lowering.kernel_written_storages)
 
     def _raise_op_error(self, op: int, text: str) -> None:
-        """End the run at an op that failed."""
+        """Ends the run at an op that failed."""
         row = _build_op_messages(self.plan, {op: text}).row(0, named=True)
         raise CheckError(
             f"{row['name']}: {row['text']}",
@@ -459,12 +459,12 @@ class PlanRunner:
         call_wrapper: Callable[..., Any] | None = None,
         wait_for_ranks: Callable[[], None] | None = None,
     ) -> tuple[int, int]:
-        """One pass: wall time and processor time of the process, ns.
+        """Runs one pass; returns wall time and processor time of the process, ns.
 
         Args:
-            with_timer: With a timer around each op: `program.times` holds what it read.
+            with_timer: Use a timer around each op; `program.times` returns the readings.
             call_wrapper: Makes each call, see `Program.run_within`.
-            is_recording: Somebody looks on: nothing runs that is not of the plan, but for what it needs to run at all.
+            is_recording: A recorder is active: run nothing outside the plan that is not essential.
             wait_for_ranks: Waits for the other ranks.
         """
         import torch
@@ -485,7 +485,7 @@ class PlanRunner:
             return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
 
     def peak_bytes(self) -> int:
-        """Most bytes of tensors alive at once."""
+        """Returns the peak bytes of live tensors."""
         return int(self._module.max_memory_allocated()) if self._module else self.program.peak_bytes
 
     def _synchronize(self) -> None:
@@ -501,14 +501,14 @@ def record_passes(
     force: bool = False,
     wait_for_ranks: Callable[[], None] | None = None,
 ) -> None:
-    """Record some passes, each as a step, as `traceloom record` does: one of them as the graph
+    """Records some passes, each as a step, as `traceloom record` does: one of them as the graph
     step.
 
     Args:
-        runner: What is recorded.
-        directory: Of the capture.
-        source_run: The run that is replayed, for the capture to name.
-        force: Whether it may replace an earlier one.
+        runner: The plan to record.
+        directory: Directory of the capture.
+        source_run: The replayed run, to be named in the capture.
+        force: Whether to replace an earlier capture.
         wait_for_ranks: Waits for the other ranks before a pass.
 
     Raises:
@@ -535,15 +535,15 @@ def run_passes(
     agree_to_continue: Callable[[bool], bool] = bool,
     report_progress: Callable[[str], None] = lambda _: None,
 ) -> RankReplayed:
-    """Run a rank's plan until its time is known; passes with a timer around each op come in
+    """Runs a rank's plan until its time is precise, with passes with a timer around each op in
     between.
 
     Args:
         runner: The plan, run once.
-        options: How many.
+        options: Limits on the number of passes.
         wait_for_ranks: Waits for the other ranks before a pass.
-        agree_to_continue: Whether any rank goes on, given whether this one does.
-        report_progress: Told how far it is.
+        agree_to_continue: Returns whether any rank continues, given whether this one does.
+        report_progress: Called with a progress message.
     """
     import resource
 
@@ -551,7 +551,7 @@ def run_passes(
     cpu_times_ns: list[int] = []
     times: list[pl.DataFrame] = []
     gc.collect()
-    gc.disable()  # as it would fall into one pass or another
+    gc.disable()  # a collection would distort single passes
     try:
         started, should_continue = time.monotonic(), True
         for _ in range(_WARMUP_PASSES):
@@ -609,7 +609,7 @@ def run_passes(
 
 
 def _build_op_messages(plan: RankPlan, text_by_op: dict[int, str]) -> pl.DataFrame:
-    """Ops about which there is something to say, and the arguments with which they were called."""
+    """Returns ops with a message, and the arguments of their calls."""
     messages = pl.DataFrame(
         {"op": list(text_by_op), "text": list(text_by_op.values())},
         schema={"op": pl.UInt32, "text": pl.String},
@@ -626,7 +626,7 @@ def _build_op_messages(plan: RankPlan, text_by_op: dict[int, str]) -> pl.DataFra
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """What else a time depends on."""
+    """Returns other facts that affect times."""
     import torch
 
     name = platform.processor() or platform.machine()

@@ -1,19 +1,19 @@
-"""Operator schemas; which ops may run.
+"""Operator schemas, and which ops may run.
 
 Planning reads files and needs no torch; only the modules that run a plan import it, when they do.
 
 A text such as `aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!)`
-says what an operator takes, what it returns, and what it writes to. Every spelling since PyTorch
-1.13 is read; nothing here needs torch.
+declares the inputs and outputs of an operator, and what it writes to. Every syntax since PyTorch
+1.13 is supported.
 
-Allowed is what computes on tensors, and nothing else. An op is refused unless its namespace is
-allowed, its types are those of plain data, it takes or gives a tensor, each text that it takes is a
-choice (`reduction="mean"`), and it is not among the few that follow addresses in their arguments.
-Whatever PyTorch adds is thereby refused where it takes a file's name, an object, or a function. How
-much memory an op may use is looked at where the plan is run.
+Only ops that compute on tensors may run. An op is refused unless its namespace is allowed, its
+types are plain data, it takes or returns a tensor, each text argument is a choice
+(`reduction="mean"`), and it is not among the few that follow addresses in their arguments. This
+also refuses future ops that take a file name, an object, or a function. The memory that an op may
+use is checked when the plan is run.
 
-A schema in a trace is the stranger's word too: before an op runs, the same is looked up in
-PyTorch's own schema of it.
+A schema in a trace is untrusted too: before an op runs, the same checks are applied to PyTorch's
+own schema of it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-# Text in quotes, arrows and ellipses, numbers, names (with `::`, `.` and letters of overloads),
-# single signs.
+# Quoted text, arrows and ellipses, numbers, names (with `::`, `.` and letters of overloads),
+# single characters.
 _TOKEN = re.compile(
     r'"(?:[^"\\]|\\.)*"|->|\.\.\.|-inf|-?\d[\w.]*(?:(?<=e)[-+]\d+)?|[A-Za-z_][\w.:]*|[^\s]'
 )
 _HOLDERS = frozenset(
     {"Dict", "Future", "RRef", "Await"}
-)  # types stand in their brackets, an alias in others'
+)  # types have their own brackets, an alias uses those of others
 _CONSTANTS = {
     "None": None,
     "True": True,
@@ -43,11 +43,11 @@ _CONSTANTS = {
 
 
 class UnreadableSchemaError(ValueError):
-    """A text is no operator schema: what was expected, and what stands there."""
+    """A text that is not an operator schema: the expected and the actual token."""
 
 
 class MemoryAlias(NamedTuple):
-    """Which memory a value may share with others.
+    """The memory that a value may share with others.
 
     Attributes:
         sets: Names of the sets it belongs to; `*` may be anything.
@@ -65,12 +65,12 @@ class ValueType:
     """The type of an argument or a returned value.
 
     Attributes:
-        base: `Tensor`, `int`, `SymInt`, `ScalarType`, ..., a class's full name, `list`, `tuple`, or what stands before
-            brackets (`Dict`, `Future`).
-        inner: Types of what it holds: one of a list, several of a tuple or a dictionary, none otherwise.
-        size: Fixed length of a list, which a single value may stand for too; None: any length.
-        optional: Whether None may stand there.
-        alias: Its memory; None where the text says nothing.
+        base: `Tensor`, `int`, `SymInt`, `ScalarType`, ..., a class's full name, `list`, `tuple`, or
+            the name before brackets (`Dict`, `Future`).
+        inner: Types of its items: one for a list, several for a tuple or a dictionary, else none.
+        size: Fixed length of a list, for which a single value may be given too; None: any length.
+        optional: Whether None is allowed.
+        alias: Its memory; None if not declared.
     """
 
     base: str
@@ -81,12 +81,12 @@ class ValueType:
 
     @property
     def leaf(self) -> str:
-        """What a list, or a list of lists, is made of in the end; the base of anything else."""
+        """The innermost item type of a list, or of a list of lists; the base of anything else."""
         return self.inner[0].leaf if self.base == "list" else self.base
 
     @property
     def bases(self) -> frozenset[str]:
-        """Every base within, lists and tuples themselves excepted."""
+        """Every base within, except for lists and tuples themselves."""
         if not self.inner:
             return frozenset((self.base,))
         own_bases = () if self.base in {"list", "tuple"} else (self.base,)
@@ -94,19 +94,19 @@ class ValueType:
 
     @property
     def aliases(self) -> tuple[MemoryAlias, ...]:
-        """Its own alias and those of what it holds."""
+        """Its own alias and those of its items."""
         own_aliases = () if self.alias is None else (self.alias,)
         return own_aliases + tuple(alias for part in self.inner for alias in part.aliases)
 
     @property
     def writes(self) -> bool:
-        """Whether the op writes to it, or to something that it holds."""
+        """Whether the op writes to it, or to one of its items."""
         return any(alias.write for alias in self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaArgument:
-    """An argument: name, type, whether it is given by keyword only, and its default if it has one."""
+    """An argument; `default` is valid only with `has_default`."""
 
     name: str
     type: ValueType
@@ -116,7 +116,7 @@ class SchemaArgument:
 
 
 class SchemaReturn(NamedTuple):
-    """A returned value; the name is empty where the text has none."""
+    """A returned value; the name is empty if the text has none."""
 
     name: str
     type: ValueType
@@ -124,7 +124,7 @@ class SchemaReturn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OperatorSchema:
-    """An operator as its schema declares it.
+    """The declaration of an operator.
 
     Attributes:
         text: The schema as given.
@@ -133,7 +133,7 @@ class OperatorSchema:
         overload: `Tensor`; empty for the default one.
         arguments: In order.
         returns: In order.
-        varargs: Whether it takes further arguments of any type (`...`).
+        varargs: Whether it takes additional arguments of any type (`...`).
         mutates: Positions of the arguments that it writes to.
         is_view: Whether a returned value shares memory with an argument that is not written to.
     """
@@ -156,10 +156,10 @@ class OperatorSchema:
 
 @lru_cache(maxsize=8192)
 def parse_schema(text: str) -> OperatorSchema:
-    """Read a schema.
+    """Parses a schema.
 
     Raises:
-        UnreadableSchemaError: the text is no schema.
+        UnreadableSchemaError: The text is not a schema.
     """
     try:
         return _Scanner(text).schema()
@@ -170,7 +170,7 @@ def parse_schema(text: str) -> OperatorSchema:
 
 
 class _Scanner:
-    """Goes through the tokens of one schema from left to right."""
+    """Parses the tokens of one schema from left to right."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -179,11 +179,11 @@ class _Scanner:
 
     @property
     def next(self) -> str:
-        """The token that comes next; empty behind the last."""
+        """The next token; empty after the last."""
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
 
     def passes(self, token: str) -> bool:
-        """Step over a token if it comes next."""
+        """Skips a token if it comes next; returns whether it did."""
         if self.next != token:
             return False
         self.at += 1
@@ -234,7 +234,7 @@ class _Scanner:
         )
 
     def arguments(self) -> tuple[tuple[SchemaArgument, ...], bool]:
-        """The arguments in brackets, and whether `...` stands among them."""
+        """Parses the parenthesized arguments; returns them, and whether `...` is among them."""
         arguments: list[SchemaArgument] = []
         keyword_only = varargs = False
         self.need("(")
@@ -245,12 +245,14 @@ class _Scanner:
                 varargs = True
             else:
                 kind = self.type()
-                # JIT's own operators may leave the name out.
+                # JIT's own operators may omit the name.
                 name = self.word() if self.next not in {",", ")", "="} else f"_{len(arguments)}"
                 has_default = self.passes("=")
                 default = self.default(kind) if has_default else None
                 if kind.base == "list" and default is not None and not isinstance(default, list):
-                    default = [default] * (kind.size or 1)  # of a list of fixed length (`int[2]=1`)
+                    default = [default] * (
+                        kind.size or 1
+                    )  # for a list of fixed length (`int[2]=1`)
                 arguments.append(SchemaArgument(name, kind, keyword_only, has_default, default))
             if self.next != ")":
                 self.need(",")
@@ -272,13 +274,13 @@ class _Scanner:
             values.append(SchemaReturn(self.word() if self.next not in {",", ")"} else "", kind))
             if self.next != ")":
                 self.need(",")
-        if self.next:  # what stood in brackets was the type of a tuple, such as `((Tensor, t)[])` without its outer ones
+        if self.next:  # the parenthesized text was a tuple type, such as `((Tensor, t)[])` without its outer ones
             self.at = start
             return (SchemaReturn("", self.type()),)
         return tuple(values)
 
     def type(self) -> ValueType:
-        """A type with what stands behind it: alias, `?`, `[]`, `[2]`, as often as they come."""
+        """Parses a type with its suffixes: alias, `?`, `[]`, `[2]`, in any number."""
         if self.passes("("):
             kind = ValueType("tuple", self.types())
         else:
@@ -299,7 +301,7 @@ class _Scanner:
                 return kind
 
     def types(self) -> tuple[ValueType, ...]:
-        """Types between commas, up to a bracket that was opened before."""
+        """Parses comma-separated types, up to the closing bracket."""
         inner = []
         while not self.passes(")"):
             inner.append(self.type())
@@ -308,7 +310,7 @@ class _Scanner:
         return tuple(inner)
 
     def alias(self) -> MemoryAlias:
-        """`(a)`, `(a!)`, `(a|b -> *)`, ..."""
+        """Parses `(a)`, `(a!)`, `(a|b -> *)`, ..."""
         self.need("(")
         sets = [self.alias_set()]
         while self.passes("|"):
@@ -326,7 +328,7 @@ class _Scanner:
         return "*" if self.passes("*") else self.word()
 
     def default(self, kind: ValueType) -> Any:
-        """A default value: numbers as the type wants them, names of enums as text."""
+        """Parses a default value: numbers by the type, names of enums as text."""
         if self.passes("["):
             items = []
             while not self.passes("]"):
@@ -351,8 +353,8 @@ class _Scanner:
 
 NAMESPACES = frozenset({"aten", "prims"})
 
-# What values may be. Dictionaries, classes, futures, streams, enumerations and values of any type
-# are not data.
+# Allowed types of values. Dictionaries, classes, futures, streams, enums and values of any type are
+# not data.
 _DATA = frozenset(
     {
         "Tensor",
@@ -375,7 +377,7 @@ _DATA = frozenset(
         "Storage",
     }
 )
-# Arguments whose text chooses among ways to compute.
+# Arguments whose text selects a variant of the computation.
 CHOICES = frozenset(
     {
         "UPLO",
@@ -403,8 +405,8 @@ CHOICES = frozenset(
         "unary_attr",
     }
 )
-# Their tensors hold the address of an object, or indices and offsets that nobody checks: with other
-# contents they read and write memory that is not theirs.
+# Their tensors hold the address of an object, or unchecked indices and offsets: with other contents
+# they access foreign memory.
 _UNSAFE = frozenset(
     {
         "aten::_nested_view_from_buffer",
@@ -438,8 +440,8 @@ checked.
 
 
 class Refusal(NamedTuple):
-    """Why an op is not run: `custom-op` where the user may allow its namespace, `refused-op` where
-    nobody may.
+    """Why an op is not run: `custom-op` if the user may allow its namespace, `refused-op` if it is
+    never allowed.
     """
 
     slug: str
@@ -449,11 +451,12 @@ class Refusal(NamedTuple):
 def find_refusal(
     schema: OperatorSchema, extra_namespaces: frozenset[str] = frozenset()
 ) -> Refusal | None:
-    """Why an op must not be run; None where it may.
+    """Returns why an op must not be run; None if it may.
 
     Args:
         schema: The op.
-        extra_namespaces: Namespaces that the user allows besides `NAMESPACES`: those of modules that were imported at wish.
+        extra_namespaces: Namespaces that the user allows in addition to `NAMESPACES`: those of
+            imported modules.
     """
     if schema.namespace not in NAMESPACES | extra_namespaces:
         text = f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"

@@ -1,7 +1,8 @@
-"""The same instructions printed as a Python file.
+"""Writing a plan as a standalone Python script.
 
-Scripts have `import torch` at their top; the imports within the functions are left out of the
-copies.
+The script consists of the ops as text and of copies of functions of this module and of
+`contents.generate_content`. Scripts have `import torch` at their top, so the imports inside the
+functions are removed from the copies. Docstrings of copied functions appear in the scripts.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def summarize_times(times: Sequence[int], recorded: int | None = None) -> str:
 _COMMENT_PREFIXES = (
     "#",
     '"""',
-)  # scopes and times stand in comments and docstrings: ranks differ in these alone
+)  # comments and docstrings contain scopes and times, which may differ between equal ranks
 _IMPORTS = """\
 from __future__ import annotations
 
@@ -219,13 +220,13 @@ if __name__ == "__main__":
 def write_script(
     plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset[str] = frozenset()
 ) -> str:
-    """A plan as a Python file.
+    """Returns a plan as a Python file.
 
     Args:
-        plan: Of all ranks, which then need `torchrun`; of fewer, the first runs alone, and recorded times stand in for
-            communication.
-        seed: Of the contents.
-        extra_namespaces: Namespaces of ops that are allowed besides PyTorch's own.
+        plan: With all ranks, the script needs `torchrun`; with fewer, the first runs alone, and
+            communication is replaced by its recorded times.
+        seed: Random seed of the contents.
+        extra_namespaces: Allowed namespaces of ops in addition to PyTorch's own.
     """
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
@@ -241,7 +242,7 @@ def write_script(
     parts = [functions.write() for functions, _ in alike.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
-    if len(alike) > 1:  # what ranks do differs: each takes its own
+    if len(alike) > 1:  # the programs of ranks differ: each gets its own
         parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
         rank_functions = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
         rows = [
@@ -277,14 +278,14 @@ def write_script(
 
 
 def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0) -> str:
-    """The ops that took longest as a Python file: each with its shapes, strides and types, timed on
-    its own.
+    """Returns the slowest ops as a Python file, each timed separately with its shapes, strides and
+    types.
 
     Args:
-        plan: Whose ops are looked through, those of its first rank.
-        op: As `aten::mm`; None for all.
-        slowest: How many.
-        seed: Of the contents.
+        plan: The plan, of which the first rank is used.
+        op: Name such as `aten::mm`; None for all.
+        slowest: Number of ops.
+        seed: Random seed of the contents.
 
     Raises:
         UsageError: slug `no-such-op`.
@@ -331,10 +332,10 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
 
 
 def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
-    """Ops by call and by shapes, strides and types of what they take.
+    """Groups ops by call and by shapes, strides and types of their inputs.
 
     Args:
-        plan: Of a rank.
+        plan: Plan of a rank.
         ops: Rows of its ops.
 
     Returns:
@@ -355,7 +356,7 @@ def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _format_options(plan: ReplayPlan) -> str:
-    """The beginning of `main`."""
+    """Returns the beginning of `main`."""
     threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
     return f"def main() -> None:\n{_OPTIONS}{threads}"
 
@@ -388,7 +389,7 @@ def _describe_versions(plan: ReplayPlan) -> list[str]:
 
 
 def _find_device(plan: RankPlan) -> str:
-    """The kind of device that most storages of an accelerator are on; cpu where there is none."""
+    """Returns the accelerator type with most storages; cpu if there is none."""
     kinds = Counter(device.partition(":")[0] for device in plan.storages["device"])
     return next(
         (kind for kind, _ in kinds.most_common() if kind in {"cuda", "xpu", "hip", "mps"}), "cpu"
@@ -396,7 +397,7 @@ def _find_device(plan: RankPlan) -> str:
 
 
 def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str]:
-    """The numbers of the original, and the process groups."""
+    """Returns the recorded times and the process groups."""
     step = first.steps["duration_ns"].median()
     median_ns = pl.col("durations_ns").list.median()
     recorded = (
@@ -426,8 +427,8 @@ def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str
 
 
 def _copy_sources(parts: Sequence[Any], within: Sequence[str] | None = None) -> list[str]:
-    """The sources of functions, without the import that a script has at its top; only of those that
-    stand in texts.
+    """Returns the sources of functions without their import of torch; if `within` is given, only of
+    those called there.
     """
     return [
         inspect.getsource(part).replace("    import torch\n\n", "").rstrip()

@@ -1,4 +1,4 @@
-"""Recorded arguments as typed values."""
+"""Decoding recorded arguments into typed values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from traceloom.workload.replay.schema import (
     parse_schema,
 )
 
-MAX_LIST_LENGTH = 4096  # elements of a list that PyTorch writes; it says so by writing one more
+MAX_LIST_LENGTH = 4096  # PyTorch truncates longer lists, and marks that with one extra element
 ROUNDED = "rounded-number"
 CUT = "cut-list"
 UNKNOWN = "unknown-object"
 GUESSED = "guessed-number"
 _MAX_ELEMENTS = 1 << 50  # elements
-NO_TENSOR = ""  # a tensor that is not there (nullptr)
+NO_TENSOR = ""  # an undefined tensor (nullptr)
 _WORD = re.compile(r"[A-Za-z]\w*(?:\((?:[^()]|\([^()]*\))*\))?|[\[\],]")
 
-# Names of C++ types in host traces, on any platform, as PyTorch names them in Python.
+# C++ type names in host traces, on any platform -> PyTorch's names in Python.
 DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -63,7 +63,7 @@ DTYPES = {
     "c10::quint8": "quint8",
     "c10::qint32": "qint32",
 }
-# c10::ScalarType, c10::Layout and c10::MemoryFormat by number, as they stand in c10/core.
+# c10::ScalarType, c10::Layout and c10::MemoryFormat by number, as defined in c10/core.
 SCALAR_TYPES = (
     "uint8",
     "int8",
@@ -132,13 +132,13 @@ encode = msgspec.json.Encoder().encode
 
 
 class RecordedGeometry(Struct, frozen=True, gc=False, cache_hash=True):
-    """What a host trace has of a tensor apart from its numbers.
+    """The geometry of a recorded tensor.
 
     Attributes:
-        shape: Lengths; of another number of elements where they are symbolic.
-        strides: In elements; None where the file has none.
+        shape: Lengths; with another number of elements if they are symbolic.
+        strides: In elements; None if the file has none.
         dtype: PyTorch's name of the type.
-        span: Elements from its first to its last one, both counted.
+        span: Elements from its first to its last one, both included.
     """
 
     shape: tuple[int, ...]
@@ -148,18 +148,18 @@ class RecordedGeometry(Struct, frozen=True, gc=False, cache_hash=True):
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor as a host trace has it.
+    """A tensor in a host trace.
 
     Attributes:
-        number: Its number there; used again after it died.
-        storage: The number of its storage; 0 where there is none.
-        identity: The same; of a tensor without one (sparse, symbolic) its own number, which is below 0 here.
+        number: Its number there; reused after it died.
+        storage: The number of its storage; 0 if there is none.
+        identity: `storage`, or for a tensor without one (sparse, symbolic) its own number, negated.
         offset: In elements.
-        elements: Of the view.
+        elements: Number of elements of the view.
         item_bytes: Bytes of one element.
-        device: As `cpu` or `cuda:0`; empty in old files.
+        device: Such as `cpu` or `cuda:0`; empty in old files.
         geometry: Shape, strides and type.
-        end_bytes: Bytes that its storage has at least.
+        end_bytes: Min bytes of its storage.
     """
 
     number: int
@@ -174,8 +174,8 @@ class RecordedTensor(NamedTuple):
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether its lengths were symbols: PyTorch writes none, and no storage; even a scalar has
-        an element.
+        """Whether its lengths were symbols: PyTorch writes neither these nor a storage, whereas
+        even a scalar has an element.
         """
         return not (self.storage or self.elements or self.geometry.shape)
 
@@ -188,7 +188,7 @@ Kind = str | tuple[Any, ...] | None
 
 @lru_cache(maxsize=65536)
 def parse_kinds(types: str | None) -> tuple[Kind, ...]:
-    """Which of the values are tensors: from the text of `input_types` or `output_types`.
+    """Returns which of the values are tensors, from the text of `input_types` or `output_types`.
 
     Example:
         >>> parse_kinds('["GenericList[Tensor(float),Tensor(float)]","Int"]')
@@ -202,13 +202,13 @@ def parse_kinds(types: str | None) -> tuple[Kind, ...]:
 
 
 def _parse_kind(text: str) -> Kind:
-    """The kind of one value, lists within lists included."""
+    """Returns the kind of one value, including nested lists."""
     open_lists: list[list[Kind]] = [[]]
     for word in _WORD.findall(text):
         if word == "[":
             if not open_lists[-1]:
                 return None
-            open_lists[-1].pop()  # the name of the list before it
+            open_lists[-1].pop()  # the name of the list precedes it
             open_lists.append([])
         elif word == "]":
             if len(open_lists) == 1:
@@ -227,22 +227,22 @@ def _parse_kind(text: str) -> Kind:
     return open_lists[0][0] if open_lists[0] else None
 
 
-# Where tensors stand among values: the position, and the geometry or, of a list, the same of what
-# it holds.
+# Positions of tensors among values: the index, and the geometry or, for a list, the layout of its
+# items.
 Layout = tuple[tuple[int, "RecordedGeometry | Layout"], ...]
 
 
 def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
-    """The tensors among values that are recorded so.
+    """Returns the layout of the tensors among values.
 
     Args:
-        kinds: Of each value.
-        shapes: Of each value; nested as these are.
-        strides: The same; None where the file has none.
+        kinds: Kind of each value.
+        shapes: Shapes of each value, nested like the values.
+        strides: Strides, likewise; None if the file has none.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError: The shapes are not what the types say: a
-        damaged file.
+        TypeError, ValueError, IndexError, KeyError: The shapes do not match the types: a damaged
+            file.
     """
     out: list[tuple[int, RecordedGeometry | Layout]] = []
     for index, kind in enumerate(kinds):
@@ -268,11 +268,11 @@ def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
 def _check_geometry(
     shape: tuple[int, ...], strides: tuple[int, ...] | None, dtype: str
 ) -> RecordedGeometry:
-    """Shape, strides and type as a file has them, checked.
+    """Returns a validated geometry.
 
     Raises:
-        ValueError, TypeError: A length or stride is no whole number from 0 on, or all is larger
-        than any memory.
+        ValueError, TypeError: A length or stride is not an integer >= 0, or the total exceeds any
+            memory.
     """
     shape = _check_lengths(shape)
     steps = None if strides is None else _check_lengths(strides)
@@ -289,8 +289,8 @@ def _check_geometry(
 
 
 def list_storages(values: Any, layout: Layout) -> list[int]:
-    """The numbers of the storages of all tensors among recorded values; what is no number is left
-    out.
+    """Returns the numbers of the storages of all tensors among recorded values; non-numbers are
+    skipped.
     """
     out: list[int] = []
     try:
@@ -301,21 +301,21 @@ def list_storages(values: Any, layout: Layout) -> list[int]:
                 storage := values[index][1]
             ).__class__ is int and -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
                 out.append(storage)
-    except (TypeError, IndexError, KeyError):  # values are not what their types say
+    except (TypeError, IndexError, KeyError):  # values do not match their types
         return []
     return out
 
 
 def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
-    """All tensors among recorded values, those in lists too, in order.
+    """Returns all tensors among recorded values, including those in lists, in order.
 
     Args:
         values: As recorded.
-        layout: As `layout_of` says.
+        layout: From `build_layout`.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError: The values are not what their types say: a
-        damaged file.
+        TypeError, ValueError, IndexError, KeyError: The values do not match their types: a damaged
+            file.
     """
     out: list[RecordedTensor] = []
     for index, geometry in layout:
@@ -332,14 +332,14 @@ def list_tensors(values: Any, layout: Layout) -> list[RecordedTensor]:
             raise TypeError("a tensor's numbers are no whole numbers")
         if not -_MAX_ELEMENTS < storage < _MAX_ELEMENTS:
             raise ValueError("a storage has a number that is none")
-        is_symbolic = elements > 1 and not geometry.shape  # a symbolic shape is not written
+        is_symbolic = elements > 1 and not geometry.shape  # symbolic shapes are not written
         part = _check_geometry((elements,), None, geometry.dtype) if is_symbolic else geometry
         item_bytes = int(item_bytes)
         end = part.span and part.span + offset
         if not 0 <= offset < _MAX_ELEMENTS or end > _MAX_ELEMENTS:
             raise ValueError("a tensor is larger than any memory")
         numbers = number, storage, storage or -number, offset, elements, item_bytes
-        # Its own `__new__`, a function of Python, would take three times as long.
+        # The class's own `__new__` is a Python function and takes three times as long.
         out.append(
             _new(
                 RecordedTensor,
@@ -358,7 +358,7 @@ def _check_lengths(values: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def compute_contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor whose last dimension is next to each other in memory."""
+    """Returns the strides of a contiguous tensor, in elements."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -368,7 +368,7 @@ def compute_contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def find_unknown_type(types: str | None) -> str | None:
-    """The first type of a tensor among values that PyTorch does not have."""
+    """Returns the first tensor type among values that PyTorch does not have."""
     return next(
         (kind for kind in _flatten_kinds(parse_kinds(types)) if kind and kind not in ITEM_BYTES),
         None,
@@ -377,7 +377,7 @@ def find_unknown_type(types: str | None) -> str | None:
 
 @lru_cache(maxsize=65536)
 def find_tensor_slots(types: str | None) -> tuple[bool, ...]:
-    """Of returned values, lists within lists included, in order: whether each is a tensor."""
+    """Returns whether each of the returned values is a tensor, with lists flattened, in order."""
     return tuple(map(bool, _flatten_kinds(parse_kinds(types))))
 
 
@@ -390,13 +390,13 @@ def _flatten_kinds(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
 
 
 def count_tensors(kind: Kind) -> int:
-    """How many tensors a value is made of."""
+    """Returns the number of tensors in a value."""
     return sum(map(bool, _flatten_kinds((kind,))))
 
 
 def list_observed_numbers(types: str | None) -> list[int]:
-    """The numbers that PyTorch's observer gives to the tensors of a node: it counts those that are
-    not there, too.
+    """Returns the numbers that PyTorch's observer gives to the tensors of a node, which also counts
+    undefined ones.
     """
     tensors = (kind for kind in _flatten_kinds(parse_kinds(types)) if kind is not None)
     return [number for number, kind in enumerate(tensors) if kind]
@@ -405,16 +405,17 @@ def list_observed_numbers(types: str | None) -> list[int]:
 def encode_arguments(
     values: list[Any], kinds: tuple[Kind, ...], schema: OperatorSchema, numbers: Mapping[str, float]
 ) -> tuple[bytes, list[str]]:
-    """The arguments of a call as JSON (see `traceloom.workload.replay.plan`), and what of them is
-    not what ran.
+    """Returns the arguments of a call as JSON (see `traceloom.workload.replay.plan`), and flags of
+    deviations from the actual arguments.
 
-    Tensors are numbered in the order of `tensors_of`, without those that are numbers.
+    Tensors are numbered in the order of `list_tensors`, without those that are numbers.
 
     Args:
         values: As recorded.
-        kinds: Of each.
+        kinds: Kind of each.
         schema: The op.
-        numbers: By the names of their arguments, what stands for tensors that the program gave as plain numbers.
+        numbers: By name of the argument, replacement values of tensors that the program passed as
+            plain numbers.
     """
     flags: list[str] = []
     counter = [0]
@@ -426,8 +427,8 @@ def encode_arguments(
             continue
         typed.append(_convert_value(value, kind, argument.type, counter, flags))
         if value == 0 and kind is None and isinstance(value, float) and argument.default != 0:
-            # PyTorch writes six digits after the point: this may have been 1e-8, and nobody divides
-            # by nothing.
+            # PyTorch writes six decimals: this may have been 1e-8, and a 0 here would cause
+            # divisions by 0.
             if argument.name in {"eps", "epsilon"}:
                 typed[-1] = argument.default if argument.has_default else 1e-8
             flags.append(ROUNDED)
@@ -455,7 +456,7 @@ def _convert_value(
 
 
 def _convert_scalar(value: Any, base: str, flags: list[str]) -> Any:
-    """A value that is neither a tensor nor a list, by the type that the schema declares."""
+    """Converts a value that is neither a tensor nor a list by the type in the schema."""
     if value is None or value == "<None>":
         return None
     if isinstance(value, str):
@@ -488,16 +489,16 @@ NUMBERS = frozenset({"other", "exponent"})
 
 
 class OpKind(NamedTuple):
-    """What calls of one op have in common that take and give values of the same types.
+    """Common properties of calls of one op with the same types of values.
 
     Attributes:
-        schema: Of the op.
-        refusal: Why it must not be run.
-        has_numbers: Whether programs write numbers for some of its tensors.
-        strange: A type of a tensor that PyTorch does not have.
-        kinds: Of the values that it takes.
-        plain: Which of these may hold more than a tensor.
-        slots: Of the values that it gives: whether each is a tensor.
+        schema: Schema of the op.
+        refusal: Why it must not be run; None if it may.
+        has_numbers: Whether programs pass numbers for some of its tensors.
+        strange: A tensor type that PyTorch does not have; None if there is none.
+        kinds: Kinds of its inputs.
+        plain: Which inputs may contain values other than a tensor.
+        slots: Whether each of its outputs is a tensor.
     """
 
     schema: OperatorSchema
@@ -511,10 +512,10 @@ class OpKind(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def build_op_kind(text: str, types: str | None, output_types: str | None) -> OpKind:
-    """What an op's schema and the types of its values say.
+    """Returns the properties that follow from an op's schema and the types of its values.
 
     Raises:
-        UnreadableSchemaError: The text is no schema.
+        UnreadableSchemaError: The text is not a schema.
     """
     schema, kinds = parse_schema(text), parse_kinds(types)
     return OpKind(
