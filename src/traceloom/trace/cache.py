@@ -101,11 +101,13 @@ class Cache:
         try:
             file_stamp = FileStamp.now(path)
             # The digest of the content comes from the index if the file is listed there.
-            listed = json.dumps([str(path.resolve()), *file_stamp.stamp]).encode()
-            noted = self._folder / "index" / hashlib.blake2b(listed, digest_size=20).hexdigest()
+            index_key = json.dumps([str(path.resolve()), *file_stamp.stamp]).encode()
+            index_path = (
+                self._folder / "index" / hashlib.blake2b(index_key, digest_size=20).hexdigest()
+            )
             content = ""
             if file_stamp.settled:
-                with contextlib.suppress(OSError, ValueError), open_regular(noted) as file:
+                with contextlib.suppress(OSError, ValueError), open_regular(index_path) as file:
                     content = file.read(41).decode("ascii")
             if len(content) != 40:
                 content = compute_digest(path)
@@ -113,10 +115,10 @@ class Cache:
                     return None
                 if file_stamp.settled:
                     with contextlib.suppress(OSError):
-                        noted.parent.mkdir(parents=True, exist_ok=True)
-                        written = noted.with_name(f".{noted.name}-{os.getpid()}")
+                        index_path.parent.mkdir(parents=True, exist_ok=True)
+                        written = index_path.with_name(f".{index_path.name}-{os.getpid()}")
                         written.write_text(content, encoding="ascii")
-                        written.replace(noted)
+                        written.replace(index_path)
         except OSError:
             return None
         digest = hashlib.blake2b(digest_size=20)

@@ -66,8 +66,8 @@ def build_schema(*columns: str | Mapping[str, pl.DataType | type[pl.DataType]]) 
     types: dict[str, pl.DataType | type[pl.DataType] | None] = {}
     for part in columns:
         if isinstance(part, Mapping):
-            if not isinstance(part, pl.Schema) and (strange := part.keys() - types):
-                raise ValueError(f"no column is named {', '.join(sorted(strange))}")
+            if not isinstance(part, pl.Schema) and (unknown_columns := part.keys() - types):
+                raise ValueError(f"no column is named {', '.join(sorted(unknown_columns))}")
             types |= part
             continue
         for name in part.split():
@@ -98,8 +98,8 @@ def to_rows(frame: pl.DataFrame) -> list[Any]:
     """Returns the rows of a frame as dictionaries, typed as rows of the document that they go
     into.
     """
-    listed: list[Any] = frame.to_dicts()
-    return listed
+    rows: list[Any] = frame.to_dicts()
+    return rows
 
 
 class Result:

@@ -280,8 +280,8 @@ class ArchiveFormat(Struct, frozen=True):
                 if header.get("version") != self.version:
                     raise other_version(self.noun, header.get("version"), self.version, location)
                 expected = {_HEADER, *(f"{name}.parquet" for name in self.schemas)}
-                if strange := sorted(set(members) - expected):
-                    raise ValueError(f"it holds `{strange[0]}`, which no {self.noun} has")
+                if unexpected := sorted(set(members) - expected):
+                    raise ValueError(f"it holds `{unexpected[0]}`, which no {self.noun} has")
                 if missing := sorted(expected - set(members)):
                     raise ValueError(f"it lacks `{missing[0]}`")
                 if len(members) > len(expected):

@@ -118,12 +118,12 @@ def merge_schedules(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]
 
 def merge_rounds(parts: Iterable[Round]) -> Round:
     """Returns one round with the messages of several."""
-    several = list(parts)
+    rounds = list(parts)
     return Round(
-        np.concatenate([part.source for part in several]),
-        np.concatenate([part.target for part in several]),
-        np.concatenate([part.bytes for part in several]),
-        np.concatenate([part.reduced for part in several]),
+        np.concatenate([part.source for part in rounds]),
+        np.concatenate([part.target for part in rounds]),
+        np.concatenate([part.bytes for part in rounds]),
+        np.concatenate([part.reduced for part in rounds]),
     )
 
 

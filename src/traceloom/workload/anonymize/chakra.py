@@ -238,13 +238,13 @@ class ChakraRewriter:
                     continue
                 old_side, new_side = getattr(old, side), getattr(new, side)
                 new_side.SetInParent()
-                listed = {field: _parse_list(getattr(old_side, field)) for field in rewrites}
-                self._hidden.add(listed["shapes"][0], listed["types"][0])
+                parsed_lists = {field: _parse_list(getattr(old_side, field)) for field in rewrites}
+                self._hidden.add(parsed_lists["shapes"][0], parsed_lists["types"][0])
                 for (
                     field,
                     rewrite,
                 ) in rewrites.items():  # each text keeps its syntax, Python or JSON
-                    value, python = listed[field]
+                    value, python = parsed_lists[field]
                     text = repr(rewrite(value)) if python else json.dumps(rewrite(value))
                     quoted = re.findall(r"'([^']*)'|\"([^\"]*)\"", text)
                     self._account.strings.update(part.encode() for pair in quoted for part in pair)

@@ -231,14 +231,14 @@ def _find_chain_heads(before: dict[int, int]) -> dict[int, int]:
     """Returns the first node of each chain by pointer doubling; cycles are left alone."""
     heads = dict(before)
     for start in before:
-        trail: list[int] = []
+        visited: list[int] = []
         current = start
-        while current in heads and len(trail) <= len(before):
-            trail.append(current)
+        while current in heads and len(visited) <= len(before):
+            visited.append(current)
             current = heads[current]
             if current == start:
                 break
-        for node in trail:
+        for node in visited:
             if current == start:
                 heads.pop(node, None)
             else:

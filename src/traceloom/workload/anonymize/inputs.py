@@ -189,13 +189,13 @@ def find(paths: list[Path]) -> InputFiles:
         location = ", ".join(str(path) for path in paths)
         raise InputError("there is no trace in it", slug="no-traces", where=location)
     # New names consist of rank and kind, without the old ones; several captures get a folder each.
-    several = len(sources.captures) > 1 or (
+    has_several = len(sources.captures) > 1 or (
         bool(sources.captures)
         and any(source.path.parent not in sources.captures for source in sources.files)
     )
     folders = {}
     for number, directory in enumerate(sources.captures, start=1):
-        folders[directory] = f"capture-{number}/" if several else ""
+        folders[directory] = f"capture-{number}/" if has_several else ""
         sources.captures[directory] = (sources.captures[directory][0], folders[directory])
     used_names: set[str] = set()
     for number, source in enumerate(sources.files, start=1):
@@ -227,9 +227,9 @@ def _add_directory(directory: Path, sources: InputFiles, seen_paths: set[Path], 
         # Only the files that capture.json lists
         document = capture[0]
         sources.captures[directory] = (document, "")
-        listed = document.get("ranks")
+        rank_entries = document.get("ranks")
         files_by_name: dict[str, InputFile] = {}
-        for entry in listed if isinstance(listed, list) else []:
+        for entry in rank_entries if isinstance(rank_entries, list) else []:
             if not isinstance(entry, dict):
                 continue
             windows, step = entry.get("windows"), entry.get("graph_step")

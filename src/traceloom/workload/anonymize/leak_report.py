@@ -137,11 +137,11 @@ def build_leak_report(
     for text in classes[OTHER] + classes[PSEUDONYM]:
         for word in _WORD.findall(text.lower()):
             text_by_word.setdefault(word, text)
-    echoes: dict[str, str] = {}
+    leaked_words: dict[str, str] = {}
     for text in (*names.hidden(), *(_decode_text(raw.strip(b'"')) for raw in account.texts)):
         for word in _WORD.findall(text.lower()):
             if word in text_by_word and word not in _SPOKEN_WORDS:
-                echoes.setdefault(word, text)
+                leaked_words.setdefault(word, text)
     leaked_shapes = [] if policy.shapes == KEEP else list(hidden.given_away(shapes, names.kept))
     distinct = {dims for dims, _ in hidden.shapes}
     rounded = {tuple(map(shapes.rounded, dims)) for dims in distinct}
@@ -153,7 +153,7 @@ def build_leak_report(
         "kept_by_policy": sorted(names.kept),
         "echoes": [
             {"word": word, "of": text[:200], "in": text_by_word[word][:200]}
-            for word, text in sorted(echoes.items())
+            for word, text in sorted(leaked_words.items())
         ],
         "arguments": dict(account.kept_arguments),
         "shapes": {

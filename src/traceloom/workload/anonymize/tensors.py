@@ -151,12 +151,12 @@ class Tensors:
     def _groups(self, item: str) -> str:
         """Rewrites the JSON list of process groups, which PyTorch writes as a text."""
         try:
-            listed = json.loads(item)
+            group_entries = json.loads(item)
         except (ValueError, RecursionError):
             self._account.refuse("process groups", item.encode("utf-8", "replace"))
             return "[]"
         groups = []
-        for group in listed if isinstance(listed, list) else []:
+        for group in group_entries if isinstance(group_entries, list) else []:
             if not isinstance(group, dict):
                 continue
             out: dict[str, Any] = {}

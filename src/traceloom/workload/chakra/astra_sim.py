@@ -134,15 +134,18 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .otherwise("comm_size")
         .alias("comm_size")
     )
-    fine = pl.col("why").is_null()
+    is_mapped = pl.col("why").is_null()
     rows = rows.with_columns(
-        pl.when(fine).then("members").otherwise(pl.col("number").cast(pl.String)).alias("members"),
-        pl.when(fine).then("parts").otherwise(1).alias("parts"),
+        pl.when(is_mapped)
+        .then("members")
+        .otherwise(pl.col("number").cast(pl.String))
+        .alias("members"),
+        pl.when(is_mapped).then("parts").otherwise(1).alias("parts"),
     )
     # Number the groups by members (as text), in order of first use; the group of all ranks has none.
-    lone = pl.col("why").is_not_null() & (len(numbers) > 1)
+    is_lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
-        rows.filter(~(pair & fine) & ((pl.col("parts") < len(numbers)) | lone))
+        rows.filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone))
         .sort("met_ns", "node")["members"]
         .unique(maintain_order=True)
     )
@@ -265,12 +268,12 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
     """Returns the attributes of the nodes."""
     send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
-    fine = pl.col("why").is_null()
+    is_mapped = pl.col("why").is_null()
     names = pl.DataFrame(
         {"members": list(groups), "pg_name": list(groups.values())},
         schema={"members": pl.String, "pg_name": pl.String},
     )
-    pair = fine & (send | receive)
+    pair = is_mapped & (send | receive)
     tag = pl.when(pl.col("tag").is_between(0, _MAX_TAG)).then("tag").otherwise(0)
     numbers = {name: int(number) for name, number in _KNOWN.items()}
     comm_type = pl.col("kind").replace_strict(numbers, default=None, return_dtype=pl.Int64)
@@ -281,16 +284,18 @@ def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFram
         "why",
         "met_ns",
         "transfer_ns",
-        (fine & pl.col("uneven")).alias("uneven"),
-        (fine & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias("left_out"),
-        pl.when(fine & send)
+        (is_mapped & pl.col("uneven")).alias("uneven"),
+        (is_mapped & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias(
+            "left_out"
+        ),
+        pl.when(is_mapped & send)
         .then(int(NodeType.COMM_SEND_NODE))
-        .when(fine & receive)
+        .when(is_mapped & receive)
         .then(int(NodeType.COMM_RECV_NODE))
         .otherwise(int(NodeType.COMM_COLL_NODE))
         .alias("type"),
         pl.when(~pair)
-        .then(pl.when(fine).then(comm_type).otherwise(int(CollectiveCommType.BROADCAST)))
+        .then(pl.when(is_mapped).then(comm_type).otherwise(int(CollectiveCommType.BROADCAST)))
         .alias("comm_type"),
         pl.max_horizontal(pl.col("comm_size").fill_null(1), 1).alias("comm_size"),
         pl.when(~pair).then("pg_name").alias("pg_name"),
@@ -355,8 +360,8 @@ def list_notices(
         if count:
             message = f"{count} communications {description}: their rank replays each alone, at its recorded duration"
             yield Notice("target-lone-communication", "warning", message, count)
-    fine = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
-    replayed = fine.filter(pl.col("kind_of").is_in(REPLAYED))
+    mapped = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
+    replayed = mapped.filter(pl.col("kind_of").is_in(REPLAYED))
     if replayed.height:
         kinds = ", ".join(sorted(replayed["kind_of"].unique()))
         message = (
@@ -364,7 +369,7 @@ def list_notices(
             "duration, whatever the network"
         )
         yield Notice("target-replayed-communication", "warning", message, replayed.height)
-    barriers = fine.filter(pl.col("kind_of") == "barrier").height
+    barriers = mapped.filter(pl.col("kind_of") == "barrier").height
     if barriers:
         yield Notice(
             "target-barriers",
@@ -372,13 +377,13 @@ def list_notices(
             f"{barriers} barriers are all-reduces of 8 bytes per rank",
             barriers,
         )
-    uneven = fine.filter("uneven").height
+    uneven = mapped.filter("uneven").height
     if uneven:
         message = (
             f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
         )
         yield Notice("target-uneven-sizes", "warning", message, uneven)
-    left_out = fine.filter("left_out").height
+    left_out = mapped.filter("left_out").height
     if left_out:
         message = f"{left_out} collectives had members that were not recorded; they take place without them"
         yield Notice("target-missing-members", "warning", message, left_out)

@@ -247,12 +247,12 @@ def _assign_chains(
     first = np.searchsorted(target[target_order] >> 1, np.arange(len(retained) + 1)).tolist()
     own_chain = np.arange(len(retained)) + queue_of.max(initial=-1) + 1
     chain: list[int] = np.where(queue_of >= 0, queue_of, own_chain).tolist()
-    goes_on = [False] * len(retained)
+    has_successor = [False] * len(retained)
     for point in order[order % 2 == 0].tolist() if len(before) else []:
         unit = point >> 1
         for other in before[first[unit] : first[unit + 1]]:
-            if not goes_on[other]:
-                goes_on[other] = True
+            if not has_successor[other]:
+                has_successor[other] = True
                 chain[unit] = chain[other]
                 break
     return chain

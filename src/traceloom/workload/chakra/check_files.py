@@ -136,18 +136,18 @@ def find_cycles(arcs: Arcs, stuck: Bools) -> list[list[int]]:
     walk = np.zeros(
         len(stuck), dtype=np.int64
     ).tolist()  # the walk that first visited a row; 0 for none
-    rings: list[list[int]] = []
+    cycles: list[list[int]] = []
     for number, start_row in enumerate(np.flatnonzero(stuck).tolist(), start=1):
         row = start_row
         while row >= 0 and not walk[row]:
             walk[row] = number
             row = next_of[row]
         if row >= 0 and walk[row] == number:
-            circle = [row]
-            while next_of[circle[-1]] != row:
-                circle.append(next_of[circle[-1]])
-            rings.append(circle)
-    return rings
+            cycle = [row]
+            while next_of[cycle[-1]] != row:
+                cycle.append(next_of[cycle[-1]])
+            cycles.append(cycle)
+    return cycles
 
 
 Place = tuple[str, int | None]
@@ -289,10 +289,10 @@ def _check_dependencies(
     data_order = sort_topologically(len(table), resolved.data, key, blocked)
     arcs = resolved.data + resolved.control
     settled = sort_topologically(len(table), arcs, key, blocked)
-    rule, rings = "dependency-cycle", find_cycles(resolved.data, data_order.stuck)
-    if not rings:
-        rule, rings = "control-dependency-cycle", find_cycles(arcs, settled.stuck)
-        settled = data_order if rings else settled
+    rule, cycles = "dependency-cycle", find_cycles(resolved.data, data_order.stuck)
+    if not cycles:
+        rule, cycles = "control-dependency-cycle", find_cycles(arcs, settled.stuck)
+        settled = data_order if cycles else settled
 
     def sentence(ring: list[int]) -> str:
         visible = ring[:_MAX_CYCLE_SHOWN]
@@ -302,14 +302,14 @@ def _check_dependencies(
         )
         return f"{chain}{suffix}, which waits for {describe_node(table, ring[0])}"
 
-    if rings:
-        sentences = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in rings)
-        members = np.unique(np.concatenate([np.array(ring) for ring in rings]))
-        findings.add(rule, location, sentences, get_ids(table, members), count=len(rings))
-    is_behind = settled.stuck.copy()
-    is_behind[[row for ring in rings for row in ring]] = False
-    is_behind[blocked] = False
-    rows = np.flatnonzero(is_behind)
+    if cycles:
+        sentences = ((table.nodes["id"][ring[0]], sentence(ring)) for ring in cycles)
+        members = np.unique(np.concatenate([np.array(ring) for ring in cycles]))
+        findings.add(rule, location, sentences, get_ids(table, members), count=len(cycles))
+    is_downstream = settled.stuck.copy()
+    is_downstream[[row for ring in cycles for row in ring]] = False
+    is_downstream[blocked] = False
+    rows = np.flatnonzero(is_downstream)
     if len(rows):
         findings.add(
             "never-starts",
@@ -390,17 +390,19 @@ def check_nodes(
 
 def check_attributes(workload: Workload, findings: Findings) -> None:
     """Checks the rules for attributes of communication nodes."""
-    lacking = [workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))]
+    missing_attributes = [
+        workload.nodes.clear().select("file", "row", pl.lit("").alias("attribute"))
+    ]
     for kind, needed in _NEEDED.items():
         for name in needed:
             broken = (pl.col("type") == kind) & pl.col(name).is_null()
             if name == "comm_size" and kind == COLLECTIVE:
                 broken &= pl.col("comm_type").ne_missing(CollectiveCommType.BARRIER)
-            lacking.append(
+            missing_attributes.append(
                 workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute"))
             )
     odd_attributes = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
-    lacks = pl.concat(lacking).join(
+    lacks = pl.concat(missing_attributes).join(
         odd_attributes, on=["file", "row", "attribute"], how="anti", maintain_order="left"
     )
     for (file,), rows in lacks.group_by("file", maintain_order=True):
@@ -520,9 +522,9 @@ def find_named_ranks(workload: Workload) -> dict[int, str]:
 
 def format_ranks(ranks: Iterable[int], limit: int = 8) -> str:
     """`0, 1, 2 and 5 more`."""
-    listed: Sequence[int] = sorted(ranks)
-    suffix = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(map(str, listed[:limit])) + suffix
+    sorted_ranks: Sequence[int] = sorted(ranks)
+    suffix = f" and {len(sorted_ranks) - limit} more" if len(sorted_ranks) > limit else ""
+    return ", ".join(map(str, sorted_ranks[:limit])) + suffix
 
 
 SUPPORTED = (

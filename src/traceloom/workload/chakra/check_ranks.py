@@ -123,14 +123,14 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
         if members is None and name in ALL:
             members = tuple(part.rank for part in parts)
         issuing = {parts[s.part].rank for s in sequences}
-        silent = [
+        missing_parts = [
             p for p in parts if members is not None and p.rank in members and p.rank not in issuing
         ]
-        if silent:
+        if missing_parts:
             first_file = parts[first.part]
             message = (
                 f"rank {first_file.rank} issues {len(first.rows)} in {_describe_group(name)}, "
-                f"rank{'s' if len(silent) > 1 else ''} {format_ranks(p.rank for p in silent)} none"
+                f"rank{'s' if len(missing_parts) > 1 else ''} {format_ranks(p.rank for p in missing_parts)} none"
             )
             findings.add(
                 "collective-count",
@@ -380,24 +380,29 @@ def check_deadlock(
         merged = Arcs(meets[job.arcs.source], meets[job.arcs.target])
         stuck = sort_topologically(len(meets), merged, np.arange(len(meets))).stuck
         is_self_arc = merged.source == merged.target
-        rings = (
+        cycles = (
             find_cycles(Arcs(merged.source[~is_self_arc], merged.target[~is_self_arc]), stuck)
             if stuck.any()
             else []
         )
-        several = [ring for ring in rings if len(ring) > 1]
-        if several:
-            file, row = job.where(several[0][0])
+        long_cycles = [ring for ring in cycles if len(ring) > 1]
+        if long_cycles:
+            file, row = job.where(long_cycles[0][0])
             nodes = [parts[file].table.nodes["id"][row]]
-            examples = [(nodes[0], _describe_cycle(parts, job, ring)) for ring in several[:5]]
+            examples = [(nodes[0], _describe_cycle(parts, job, ring)) for ring in long_cycles[:5]]
             queued = rule == "collective-order"
             severity: Severity | None = (
                 "warning" if queued and findings.target == "chakra" else None
             )
             findings.add(
-                rule, parts[file].location, examples, nodes, count=len(several), severity=severity
+                rule,
+                parts[file].location,
+                examples,
+                nodes,
+                count=len(long_cycles),
+                severity=severity,
             )
-        if rings:
+        if cycles:
             return
 
 

@@ -352,7 +352,7 @@ def generate_pipeline(options: PipelineOptions) -> Generated:
         previous, following = program.rank - 1, program.rank + 1
         active = max_active = 0
         last: list[int] = []
-        got: dict[str, list[int]] = {"forward": [], "backward": []}
+        received: dict[str, list[int]] = {"forward": [], "backward": []}
         for direction, number in build_stage_schedule(
             options.schedule, program.rank, options.ranks, options.micro_batches
         ):
@@ -362,8 +362,10 @@ def generate_pipeline(options: PipelineOptions) -> Generated:
             tag = 2 * number + (not forward)
             after = list(last)
             if 0 <= source < options.ranks:
-                got[direction] = [program.receive(source, options.size, got[direction], tag=tag)]
-                after += got[direction]
+                received[direction] = [
+                    program.receive(source, options.size, received[direction], tag=tag)
+                ]
+                after += received[direction]
             last = [program.compute(f"{direction} {number}", after, us=us)]
             if 0 <= to < options.ranks:
                 program.send(to, options.size, last, tag=tag)
@@ -533,7 +535,7 @@ class _RankProgram:
 
     def write(self) -> None:
         """Adds the whole step."""
-        options, got = self.options, dict[str, list[int]]()
+        options, received = self.options, dict[str, list[int]]()
         steps = list(
             build_stage_schedule(
                 options.schedule,
@@ -547,10 +549,12 @@ class _RankProgram:
             tag = 2 * number + (not forward)
             source, to = self.neighbour(-1 if forward else 1), self.neighbour(1 if forward else -1)
             if source is not None:
-                got[direction] = [
-                    self.program.receive(source, self.activation, got.get(direction, []), tag=tag)
+                received[direction] = [
+                    self.program.receive(
+                        source, self.activation, received.get(direction, []), tag=tag
+                    )
                 ]
-                self.last = [*self.last, *got[direction]]
+                self.last = [*self.last, *received[direction]]
             self.layers(number, forward=forward, final=step_index == len(steps) - 1)
             if to is not None:
                 self.program.send(to, self.activation, self.last, tag=tag)

@@ -190,12 +190,12 @@ def _decode_graph(
             "an attribute of a node breaks the encoding", slug="chakra-damaged", where=location
         ) from error
     nodes = pl.concat(frames)
-    fine = nodes["start_us"].is_between(0, _MAX_DURATION_US) & nodes["duration_us"].is_between(
+    is_valid = nodes["start_us"].is_between(0, _MAX_DURATION_US) & nodes["duration_us"].is_between(
         0, _MAX_DURATION_US
     )
-    if not fine.all():
+    if not is_valid.all():
         raise InputError(
-            f"{(~fine).sum()} nodes have times of over 36 years",
+            f"{(~is_valid).sum()} nodes have times of over 36 years",
             slug="chakra-times",
             where=location,
         )

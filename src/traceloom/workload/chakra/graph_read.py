@@ -238,7 +238,7 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
     nodes = nodes.with_columns(lane=_map_to_rows(nodes["lane"], lanes["lane"]))
     ids = nodes["node"]
     schema = GRAPH_SCHEMAS["edges"]
-    worded = []
+    decoded_edges = []
     for part in parts:  # the code of an edge: kind, evidence and ends, numbered as in the header
         code = part.edges["code"]
         frame = part.edges.with_columns(
@@ -248,13 +248,13 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
             to_end=code % 2 == 1,
         )
         numbers = ("source", "target")  # they are cast when they are renumbered
-        worded.append(
+        decoded_edges.append(
             frame.select(schema.names()).cast(
                 {n: kind for n, kind in schema.items() if n not in numbers}
             )
         )
     loose = [head.loose_edges.cast({"source": pl.Int64, "target": pl.Int64}) for head in heads]
-    edges = pl.concat([*worded, *loose])
+    edges = pl.concat([*decoded_edges, *loose])
     edges = edges.with_columns(
         source=_map_to_rows(edges["source"], ids), target=_map_to_rows(edges["target"], ids)
     )

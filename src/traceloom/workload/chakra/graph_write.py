@@ -173,10 +173,10 @@ class GraphWriter:
         for start_row in range(0, rows.height, WINDOW):
             window = rows.slice(start_row, WINDOW)
             yield window.height, encode.encode_messages(self._fields(window))
-        bare = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
-        for start_row in range(0, bare.height, WINDOW):
+        unlinked_ops = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
+        for start_row in range(0, unlinked_ops.height, WINDOW):
             # Host ops without a node become metadata nodes, with ids after those of all other nodes.
-            ops = bare.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
+            ops = unlinked_ops.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
             rows_of_ops = [
                 encode.encode_number_field(
                     b"\x08", ops["row"].cast(pl.Int64).to_numpy() + self.graph.nodes.height
@@ -233,8 +233,8 @@ class GraphWriter:
         if transfer is not None and transfer["node_there"].null_count() < transfer.height:
             for name, column in layout.TRANSFER_TEXTS.items():
                 fields += encode.encode_text_attribute(name, transfer[column])
-            bare = (transfer["node_there"].is_not_null() & transfer["kind"].is_null()).to_numpy()
-            fields += encode.encode_bare_attribute(layout.TRANSFER_MARKER, bare)
+            is_bare = (transfer["node_there"].is_not_null() & transfer["kind"].is_null()).to_numpy()
+            fields += encode.encode_bare_attribute(layout.TRANSFER_MARKER, is_bare)
         fields += [] if host is None else _encode_host_attributes(host)
         for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
             counts, values = lists.of(ids)
@@ -298,11 +298,11 @@ class GraphWriter:
                 if missing[name]
             },
         )
-        everywhere = np.ones(nodes.height, np.bool_)
+        all_nodes = np.ones(nodes.height, np.bool_)
         for name in filled:
             flags = changed.get(name)
             if flags is None:
-                flags = values[f"{name} there"].to_numpy() if missing[name] else everywhere
+                flags = values[f"{name} there"].to_numpy() if missing[name] else all_nodes
             yield from encode.encode_number_attribute(
                 name, "int64_val", values[name].to_numpy(), flags
             )
@@ -445,13 +445,13 @@ def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
         pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node"
     )
     followers, inherited = pairs["follower"].to_numpy(), pairs["awaited"].to_numpy()
-    fine = start[inherited] < start[followers]
+    is_earlier = start[inherited] < start[followers]
     is_control = is_direct & ~call | awaited & before
     for targets, sources in (
         (target[is_direct & call], source[is_direct & call]),
         (
-            np.concatenate([target[is_control], followers[fine]]),
-            np.concatenate([source[is_control], inherited[fine]]),
+            np.concatenate([target[is_control], followers[is_earlier]]),
+            np.concatenate([source[is_control], inherited[is_earlier]]),
         ),
     ):
         order = np.lexsort((sources, targets))

@@ -104,9 +104,9 @@ def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence
     expected = {**gaps, **location_by_rank}
     absent = {rank: expected[rank] for rank in expected.keys() - set(present)}
     if absent:
-        first, several = min(absent), len(absent) > 1
+        first, has_several = min(absent), len(absent) > 1
         message = (
-            f"rank{'s' if several else ''} {format_ranks(absent)} {'have' if several else 'has'} no file; "
+            f"rank{'s' if has_several else ''} {format_ranks(absent)} {'have' if has_several else 'has'} no file; "
             f"rank {first} is expected, as {absent[first]}"
             + (" names it" if first in location_by_rank else "")
         )

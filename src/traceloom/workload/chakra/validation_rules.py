@@ -119,8 +119,8 @@ class Findings:
             severity: Overrides the rule's own.
         """
         definition = self._rules[rule]
-        how_bad = definition.severity(self.target)
-        if how_bad is None:
+        rule_severity = definition.severity(self.target)
+        if rule_severity is None:
             return
         ids = np.asarray(nodes, dtype=np.uint64)
         first_examples = tuple(
@@ -130,7 +130,13 @@ class Findings:
         times = count if count is not None else max(len(ids), 1)
         self.problems.append(
             Problem(
-                rule, severity or how_bad, *location, ids, times, first_examples, definition.remedy
+                rule,
+                severity or rule_severity,
+                *location,
+                ids,
+                times,
+                first_examples,
+                definition.remedy,
             )
         )
 

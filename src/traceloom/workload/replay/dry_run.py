@@ -341,8 +341,8 @@ class _Outcomes:
 
     def wrong_outputs(self) -> Iterator[WrongOutput]:
         """Yields outputs that differ from the recording, with the number of ops."""
-        for key, several in self._wrong.items():
-            for wrong in several:
+        for key, outputs in self._wrong.items():
+            for wrong in outputs:
                 yield replace(wrong, count=self._calls[key])
 
     def _bind(self, call: int, device: str) -> BoundCall | tuple[str, str]:

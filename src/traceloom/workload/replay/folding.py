@@ -171,11 +171,11 @@ def _find_best_repeat(
     )[:_TRIED]:
         if best and best.score >= bound + 1:
             break
-        alike: dict[Renamed, list[tuple[int, int]]] = {}
+        places_by_form: dict[Renamed, list[tuple[int, int]]] = {}
         for body, line in (line_positions[k] for k in token_indices):
             renamed = rename(bodies[body][line : line + length])
-            alike.setdefault(Renamed(renamed.form, (), ()), []).append((body, line))
-        for canonical_form, group in alike.items():
+            places_by_form.setdefault(Renamed(renamed.form, (), ()), []).append((body, line))
+        for canonical_form, group in places_by_form.items():
             body, line = group[0]
             parameters = 1 + max(
                 (r for _, reads, _ in canonical_form.form for r in reads), default=0

@@ -145,13 +145,15 @@ def find_uncovered_time(trace: Trace, runs: Bools) -> pl.DataFrame:
     tree = build_forest(trace)
     in_ops = tree.topmost(runs[tree.row])
     length = tree.end_ns - tree.start_ns
-    spent = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
+    op_time_before = np.append(0, np.cumsum(np.where(in_ops, length, 0)))
     for_gpu = gather_rows(
         build_vocabulary(trace).matching(_FOR_GPU), build_vocabulary(trace).code[tree.row]
     )
     graph_positions = np.flatnonzero(graphs & (tree.subtree_sums(for_gpu.astype(np.int64)) == 0))
     steps = max(int(trace.steps["complete"].sum()), 1)
-    empty = length[graph_positions] - (spent[tree.stop[graph_positions]] - spent[graph_positions])
+    empty = length[graph_positions] - (
+        op_time_before[tree.stop[graph_positions]] - op_time_before[graph_positions]
+    )
     return (
         pl.DataFrame(
             {"name": trace.events["name"].gather(tree.row[graph_positions]), "empty": empty}
@@ -171,10 +173,10 @@ def _select_complete_steps(trace: Trace) -> pl.DataFrame:
     steps = trace.steps.filter(pl.col("complete")).select(
         "step", (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")
     )
-    listed = (trace.meta.capture or {}).get("steps")
-    spent = listed.get("cpu_ns") if isinstance(listed, dict) else None
+    step_table = (trace.meta.capture or {}).get("steps")
+    cpu_times_ns = step_table.get("cpu_ns") if isinstance(step_table, dict) else None
     cpu = pl.DataFrame(
-        {"step": range(len(spent or ())), "cpu_ns": spent or []},
+        {"step": range(len(cpu_times_ns or ())), "cpu_ns": cpu_times_ns or []},
         schema={"step": STEPS["step"], "cpu_ns": pl.Int64},
     )
     return (
@@ -317,7 +319,7 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
         differing_groups = [
             name for name, ranks in groups if members.setdefault(name, ranks) != ranks
         ]
-        apart = [
+        start_times = [
             time for host in (first, other) if (time := _parse_time(host.recorded_at)) is not None
         ]
         difference = (
@@ -325,8 +327,8 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
             if first.schema != other.schema
             else f"the group {differing_groups[0]!r} has other members"
             if differing_groups
-            else f"one is of {apart[0]}, one of {apart[1]}"
-            if len(apart) == 2 and abs(apart[0] - apart[1]) > _MAX_TIME_APART
+            else f"one is of {start_times[0]}, one of {start_times[1]}"
+            if len(start_times) == 2 and abs(start_times[0] - start_times[1]) > _MAX_TIME_APART
             else ""
         )
         if difference:

@@ -575,9 +575,11 @@ def list_groups(
     """Returns process groups with their ranks: from the capture, else the host trace, else a single
     group of all ranks.
     """
-    listed = (capture or {}).get("groups")
+    captured_groups = (capture or {}).get("groups")
     rows = (
-        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        [entry for entry in captured_groups if isinstance(entry, dict)]
+        if isinstance(captured_groups, list)
+        else []
     )
     out = {
         str(entry.get("name")): {
@@ -597,12 +599,12 @@ def list_groups(
             {"name": str(name), "description": description, "backend": None, "ranks": ranks},
         )
     if not out:
-        everyone = {
+        world_group = {
             "name": "0",
             "description": "all ranks, since none is recorded",
             "backend": None,
         }
-        out["0"] = everyone | {"ranks": list(range(max(world_size, rank + 1)))}
+        out["0"] = world_group | {"ranks": list(range(max(world_size, rank + 1)))}
     return list(out.values())
 
 

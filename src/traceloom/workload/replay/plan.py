@@ -407,8 +407,8 @@ class ReplayPlan:
         for rank_plan in self:
             rank_plan.check()
         names = set(self.groups["name"])
-        if strange := {name for plan in self for name in plan.collectives["group"]} - names:
-            raise broken("plan", f"no group is named {min(strange)!r}")
+        if unknown_groups := {name for plan in self for name in plan.collectives["group"]} - names:
+            raise broken("plan", f"no group is named {min(unknown_groups)!r}")
 
     def save(self, path: str | Path, *, force: bool = False) -> int:
         """Write the plan as one file; returns its size in bytes. See `traceloom.trace.storage`.

@@ -444,7 +444,7 @@ class _RankPlanner:
         read, returned = self.nodes.read[row], self.nodes.returned[row]
         text, types = self.schemas[row], self.types[row]
         try:
-            schema, refusal, has_numbers, strange, kinds, is_plain, slots = build_op_kind(
+            schema, refusal, has_numbers, unknown_type, kinds, is_plain, slots = build_op_kind(
                 text, types, self.output_types[row]
             )
         except UnreadableSchemaError as error:
@@ -453,8 +453,8 @@ class _RankPlanner:
         if row in self.nodes.unreadable:
             self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
-        if strange:
-            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+        if unknown_type:
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {unknown_type!r}")
             return
         if not all(map(_STORAGE, (*read, *returned))) and any(
             tensor.is_symbolic for tensor in (*read, *returned)
@@ -503,8 +503,8 @@ class _RankPlanner:
         if row in self.nodes.unreadable:
             self.leave_out(row, "unreadable-values", self.nodes.unreadable[row])
             return
-        if strange := find_unknown_type(self.types[row]):
-            self.leave_out(row, "unknown-type", f"a tensor is of the type {strange!r}")
+        if unknown_type := find_unknown_type(self.types[row]):
+            self.leave_out(row, "unknown-type", f"a tensor is of the type {unknown_type!r}")
             return
         self.wait_for(read)
         arguments, grid = convert_arguments(self.nodes.inputs[row], parse_kinds(self.types[row]))
@@ -531,12 +531,14 @@ class _RankPlanner:
         nodes = self.nodes
         runs = np.zeros(nodes.parent.size, dtype=np.bool_)
         runs[rows] = True
-        noted = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
+        recorded_rows = np.flatnonzero(np.isin(self.ids, [*self.ranges, *self.resources.dumps]))
         running_rows = np.where(
-            runs[noted], noted, find_nearest_ancestor(nodes.parent, runs)[noted]
+            runs[recorded_rows],
+            recorded_rows,
+            find_nearest_ancestor(nodes.parent, runs)[recorded_rows],
         )
         out: dict[int, list[int]] = defaultdict(list)
-        for row, inner in zip(running_rows.tolist(), noted.tolist(), strict=True):
+        for row, inner in zip(running_rows.tolist(), recorded_rows.tolist(), strict=True):
             out[row].append(inner)
         return out
 
@@ -709,8 +711,8 @@ class _RankPlanner:
         if name not in self.groups:
             name = self.called_group(exchange)
         if name not in self.groups:
-            several = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
-            self._guessed_groups += several
+            is_ambiguous = len({tuple(group["ranks"]) for group in self.groups.values()}) > 1
+            self._guessed_groups += is_ambiguous
             name = max(self.groups, key=lambda label: len(self.groups[label]["ranks"]))
         members = self.groups[name]["ranks"]
         peer = exchange.peer

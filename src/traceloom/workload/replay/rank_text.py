@@ -131,8 +131,10 @@ def _format_op_path(schema: OperatorSchema, extra_namespaces: frozenset[str]) ->
     if refusal := find_refusal(schema, extra_namespaces):
         raise UnwritableError(refusal)
     # A script can pass a storage, and specifies its device itself.
-    twin = None if schema.name == "set_" else find_replacement(schema.qualified, "")
-    namespace, _, name = (schema.qualified if twin is None else twin.name).partition("::")
+    replacement = None if schema.name == "set_" else find_replacement(schema.qualified, "")
+    namespace, _, name = (schema.qualified if replacement is None else replacement.name).partition(
+        "::"
+    )
     name, _, overload = name.partition(".")
     path = "aten" if namespace == "aten" else f"torch.ops.{_check_identifier(namespace)}"
     for part in (name, overload or "default"):
@@ -439,8 +441,8 @@ class RankScript:
         if op["action"] == "empty":
             (register,) = op["outputs"]
             dtype, _, shape, strides = self._geometry(register)
-            like = f"{shape}, {strides}, dtype={format_dtype(dtype)}"
-            return f"torch.empty_strided({like}, device={self._device(register)})"
+            geometry_text = f"{shape}, {strides}, dtype={format_dtype(dtype)}"
+            return f"torch.empty_strided({geometry_text}, device={self._device(register)})"
         if op["action"] == WAIT:
             return f"{names[0]}.wait()"
         if op["action"] == "stand-in":

@@ -71,12 +71,12 @@ def run_processes(
     Raises:
         PartialError: slug `rank-failed`; or any `TraceloomError` that a rank raised.
     """
-    heard: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
+    event_queue: queue.SimpleQueue[tuple[int, dict[str, Any] | int]] = queue.SimpleQueue()
 
     def listen(process: int, worker: WorkerProcess) -> None:
         for answer in worker.answers():
-            heard.put((process, answer))
-        heard.put((process, worker.ended()))
+            event_queue.put((process, answer))
+        event_queue.put((process, worker.ended()))
 
     failed: dict[int, dict[str, Any] | int] = {}
     running = set(range(len(ranks)))
@@ -99,7 +99,7 @@ def run_processes(
             until = None
             while running:
                 try:
-                    process, event = heard.get(
+                    process, event = event_queue.get(
                         timeout=None if until is None else max(0.0, until - time.monotonic())
                     )
                 except queue.Empty:
@@ -135,10 +135,12 @@ def _find_first_failure(
     reported one.
     """
     suffix = ", and the others were ended" if len(ranks) > 1 else ""
-    spoken = {process: failure for process, failure in failed.items() if isinstance(failure, dict)}
-    silent = {process: code for process, code in failed.items() if isinstance(code, int)}
-    if silent:
-        process, code = next(iter(silent.items()))
+    reported = {
+        process: failure for process, failure in failed.items() if isinstance(failure, dict)
+    }
+    exit_codes = {process: code for process, code in failed.items() if isinstance(code, int)}
+    if exit_codes:
+        process, code = next(iter(exit_codes.items()))
         outcome = (
             f"ended with {signal.Signals(-code).name}"
             if code < 0
@@ -150,7 +152,7 @@ def _find_first_failure(
         )
         text = " | ".join(lines[-_LAST_LINES:])
     else:
-        process, first = min(spoken.items(), key=lambda item: int(item[1]["time_ns"]))
+        process, first = min(reported.items(), key=lambda item: int(item[1]["time_ns"]))
         if first["type"]:
             kind: type[TraceloomError] = getattr(errors, first["type"])
             return kind(**first["error"])
@@ -235,9 +237,9 @@ def replay(
     """
     options = options or RunOptions()
     ranks = list(plan.ranks) if options.ranks is None else sorted(set(options.ranks))
-    if strange := [rank for rank in ranks if rank not in plan.ranks]:
+    if unknown_ranks := [rank for rank in ranks if rank not in plan.ranks]:
         raise UsageError(
-            f"the plan has no rank {strange[0]}",
+            f"the plan has no rank {unknown_ranks[0]}",
             slug="wrong-usage",
             hint=f"it has {units.format_quantity(len(plan.ranks), 'rank')}: {', '.join(map(str, plan.ranks))}",
         )

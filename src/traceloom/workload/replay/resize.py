@@ -385,8 +385,8 @@ class _Scaling:
         if same and tuple(tensor.stride()) == tuple(before[3]):
             import torch
 
-            bare = tensor if before[4] == dtype else tensor.view(getattr(torch, dtype))
-            return bare.as_strided(shape, strides, offset)
+            retyped = tensor if before[4] == dtype else tensor.view(getattr(torch, dtype))
+            return retyped.as_strided(shape, strides, offset)
         if (
             tuple(strides) == compute_contiguous_strides(tuple(shape))
             and tensor.is_contiguous()
@@ -515,8 +515,8 @@ def _replace_numbers(values: list[Any], changes: Mapping[tuple[int, ...], int | 
     """Returns the values as JSON with some integers changed."""
     out = msgspec.json.decode(msgspec.json.encode(values))
     for path, number in changes.items():
-        holder = out
+        container = out
         for step in path[:-1]:
-            holder = holder[step]
-        holder[path[-1]] = number
+            container = container[step]
+        container[path[-1]] = number
     return msgspec.json.encode(out).decode()

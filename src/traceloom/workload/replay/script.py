@@ -230,7 +230,7 @@ def write_script(
     """
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
-    alike: dict[str, tuple[Functions, list[int]]] = {}
+    ranks_by_code: dict[str, tuple[Functions, list[int]]] = {}
     for rank_plan in plan if world > 1 else [first]:
         functions = Functions(RankScript(rank_plan, seed, extra_namespaces, alone=world == 1))
         code = "\n".join(
@@ -238,13 +238,15 @@ def write_script(
             for line in functions.write().splitlines()
             if not line.lstrip().startswith(_COMMENT_PREFIXES)
         )
-        alike.setdefault(code, (functions, []))[1].append(rank_plan.rank)
-    parts = [functions.write() for functions, _ in alike.values()]
+        ranks_by_code.setdefault(code, (functions, []))[1].append(rank_plan.rank)
+    parts = [functions.write() for functions, _ in ranks_by_code.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
-    if len(alike) > 1:  # the programs of ranks differ: each gets its own
-        parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in alike.values()]
-        rank_functions = sorted((rank, ranks[0]) for _, ranks in alike.values() for rank in ranks)
+    if len(ranks_by_code) > 1:  # the programs of ranks differ: each gets its own
+        parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in ranks_by_code.values()]
+        rank_functions = sorted(
+            (rank, ranks[0]) for _, ranks in ranks_by_code.values() for rank in ranks
+        )
         rows = [
             f"    {rank}: (outside_of_{first_rank}, step_of_{first_rank}),"
             for rank, first_rank in rank_functions

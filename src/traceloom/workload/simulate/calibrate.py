@@ -108,11 +108,11 @@ def fit_lines(
     inner = order[(time_rank >= quarter) & (time_rank < np.repeat(count, count) - quarter)]
     typical = np.bincount(number[inner], time[inner]) / np.bincount(number[inner])
     off = np.abs(time / typical[number] - 1)
-    several = count[number] > 1
+    is_repeated = count[number] > 1
     # the median of few deviations is too small, since their center was fitted to them
     scatter = (
-        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[several]))
-        if several.any()
+        1.4826 * float(np.median((off * count[number] / (count[number] - 0.8))[is_repeated]))
+        if is_repeated.any()
         else 0.0
     )
     deviation = (
@@ -411,11 +411,11 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     )
     # Partially recorded groups count only without apparent waits, and only if no group of the class
     # is whole.
-    like = [*CLASS, "size_bytes"]
-    quick = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(0.25, "lower").over(
-        like
-    )
-    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & quick)).pipe(
+    size_class = [*CLASS, "size_bytes"]
+    without_wait = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(
+        0.25, "lower"
+    ).over(size_class)
+    samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & without_wait)).pipe(
         cast_to_schema, SAMPLES
     )
     if not samples.height:

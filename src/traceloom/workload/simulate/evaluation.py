@@ -143,8 +143,10 @@ def evaluate_on_network(
     lanes = find_serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
     times = scenario.times(plan)
     evaluated = SimulatedTimes(times, np.zeros(bundles.count))
-    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
-    if bundles.overfull(class_by_operation, met, met + time_ns) or _has_overlaps(lanes, times):
+    meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    if bundles.overfull(
+        class_by_operation, meeting_times, meeting_times + time_ns
+    ) or _has_overlaps(lanes, times):
         delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
         evaluated = with_contention(
             graph,
@@ -165,8 +167,10 @@ def evaluate_on_network(
             )
             + 1
         ]
-        met = evaluated.times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
-        scenario.delay_ns[operations.edge[shared]] = transfer_ends - met[operations.of_edge[shared]]
+        meeting_times = evaluated.times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+        scenario.delay_ns[operations.edge[shared]] = (
+            transfer_ends - meeting_times[operations.of_edge[shared]]
+        )
     after = changed_graph(graph, scenario, evaluated.times)
     if evaluated.contended:
         after = replace(

@@ -125,8 +125,10 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     _check_attendance(rows)
     _check_kinds(rows, graph.name)
     _check_messages(rows)
-    several = pl.col("node").count().over("key") > 1
-    described = rows.with_columns(instance=pl.when(several).then(pl.col("key").cast(pl.Int64) - 1))
+    is_joined = pl.col("node").count().over("key") > 1
+    described = rows.with_columns(
+        instance=pl.when(is_joined).then(pl.col("key").cast(pl.Int64) - 1)
+    )
     described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(
         gs.GRAPH_SCHEMAS["communication"]
     )

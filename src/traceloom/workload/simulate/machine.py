@@ -479,10 +479,14 @@ class Machine:
 
         If its group size was not measured, the nearest one is used; another span never is.
         """
-        alike = [transfer for transfer in self.transfers if transfer.collective == collective]
-        in_span = [transfer for transfer in alike if transfer.span == span]
+        same_collective = [
+            transfer for transfer in self.transfers if transfer.collective == collective
+        ]
+        in_span = [transfer for transfer in same_collective if transfer.span == span]
         if not in_span:
-            return MeasuredTime(None, ("span",) if alike else ("kind",) if self.transfers else ())
+            return MeasuredTime(
+                None, ("span",) if same_collective else ("kind",) if self.transfers else ()
+            )
         nearest_ranks = min(
             {transfer.ranks for transfer in in_span},
             key=lambda count: (abs(math.log(count / ranks)), count),

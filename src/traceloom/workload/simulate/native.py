@@ -93,7 +93,7 @@ def run(
     cases = build_device_cases(
         source, target.machine if target else None, device, host_factor, recorded_device
     )
-    courses = []
+    evaluations = []
     for graph in cases.graphs:
         operations = find_operations(graph)
         transfers = None  # keep those of the workload, if any
@@ -105,10 +105,10 @@ def run(
                 target.measured_on,
             )
         same = plan if plan.graph is graph else None
-        courses.append(
+        evaluations.append(
             evaluate_on_network(graph, operations, transfers, plan=same, serial=source.serial)
         )
-    after, *interval = courses
+    after, *interval = evaluations
     names = [target.name] if target else []
     names += [cases.account.device] if cases.account and device is not None else []
     return assemble_simulation(

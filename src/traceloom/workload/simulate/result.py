@@ -370,7 +370,7 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     if modelled is None or bundles is None or not modelled.share.height:
         return LINKS.to_frame()
     times = get_point_times(after.graph)
-    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(operations), dtype=np.int64)
     np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
     class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
@@ -379,7 +379,7 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     order = np.argsort(bundle, kind="stable")
     row, bounds = row[order], np.searchsorted(bundle[order], np.arange(bundles.count + 1)).tolist()
     for number, (low, high) in enumerate(pairwise(bounds)):
-        busy[number] = merge_intervals(met[row[low:high]], end[row[low:high]]).total
+        busy[number] = merge_intervals(meeting_times[row[low:high]], end[row[low:high]]).total
     count = np.bincount(
         class_by_operation[class_by_operation >= 0], minlength=bundles.first.size - 1
     )
@@ -413,11 +413,11 @@ def _load(
     if modelled is None or bundles is None or not links.height:
         return LOAD.to_frame()
     times = get_point_times(after.graph)
-    met = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
+    meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(operations), dtype=np.int64)
     np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
     stretched = np.clip(
-        modelled.time_ns / np.maximum(end - met, 1), 0.0, 1.0
+        modelled.time_ns / np.maximum(end - meeting_times, 1), 0.0, 1.0
     )  # slowed by contention
     class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
     row, used, part = bundles.uses(class_by_operation)
@@ -435,7 +435,7 @@ def _load(
             operation_rows, share = row[on_bundle], part[on_bundle] * stretched[row[on_bundle]]
             change = pl.DataFrame(
                 {
-                    "time_ns": np.concatenate([met[operation_rows], end[operation_rows]])
+                    "time_ns": np.concatenate([meeting_times[operation_rows], end[operation_rows]])
                     - begin_ns,
                     "share": np.concatenate([share, -share]),
                 }

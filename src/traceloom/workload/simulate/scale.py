@@ -128,16 +128,14 @@ class Scaled(Result):
     def sentence(self) -> str:
         """The result in words."""
         spread = f" ({units.format_duration(self.p10_ns)} to {units.format_duration(self.p90_ns)} in 8 of 10 steps)"
-        alike = self.after_ns - self.equal_ns
+        waiting_ns = self.after_ns - self.equal_ns
         text = (
             f"A step of {units.format_quantity(self.ranks, 'rank')} takes {units.format_duration(self.after_ns)}"
             f"{spread if self.draws > 1 else ''}, "
             f"{'measured ' if self.measured else ''}{units.format_duration(self.before_ns)} with {self.ranks_before}"
         )
-        if self.draws > 1 and alike > 0:
-            text += (
-                f"; {units.format_duration(alike)} of it because steps wait for the slowest rank"
-            )
+        if self.draws > 1 and waiting_ns > 0:
+            text += f"; {units.format_duration(waiting_ns)} of it because steps wait for the slowest rank"
         return text + "."
 
 
@@ -448,17 +446,19 @@ def make_transfer_model(machine: Machine) -> TransferModel:
             recorded=pl.Series(taken_ns),
             splits=pl.lit(None, pl.List(pl.Int64)),
         )
-        alike = ["key", "kind", "in_bytes", "out_bytes"]
-        distinct = add_sizes(table.unique(alike, maintain_order=True))
+        key_columns = ["key", "kind", "in_bytes", "out_bytes"]
+        distinct = add_sizes(table.unique(key_columns, maintain_order=True))
         recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
-        priced = compute_transfers(machine, distinct, recorded)
+        transfers = compute_transfers(machine, distinct, recorded)
         distinct = distinct.select(
-            *alike,
-            priced=pl.Series(priced.time_ns),
-            own=pl.Series(priced.replaced),
-            flags=pl.Series(priced.flags),
+            *key_columns,
+            priced=pl.Series(transfers.time_ns),
+            own=pl.Series(transfers.replaced),
+            flags=pl.Series(transfers.flags),
         )
-        rows = table.join(distinct, on=alike, how="left", maintain_order="left", nulls_equal=True)
+        rows = table.join(
+            distinct, on=key_columns, how="left", maintain_order="left", nulls_equal=True
+        )
         times: Floats = np.where(rows["own"].to_numpy(), rows["priced"].to_numpy(), taken_ns)
         return times, rows["flags"].to_list()
 

@@ -291,13 +291,13 @@ class MonteCarlo:
         latest = arrivals[0] if len(arrivals) == 1 else np.maximum.reduce(arrivals)
         copies = latest.shape[1]
         if span == ALL:
-            met = latest.max(axis=1, keepdims=True)
+            last_arrival = latest.max(axis=1, keepdims=True)
         elif span > 1 and copies > 1:
             blocks = latest.reshape(len(latest), copies // span, span).max(axis=2)
-            met = np.repeat(blocks, span, axis=1)
+            last_arrival = np.repeat(blocks, span, axis=1)
         else:
-            met = latest
-        meeting_stats[0] = np.mean([np.mean(met - arrival) for arrival in arrivals])
+            last_arrival = latest
+        meeting_stats[0] = np.mean([np.mean(last_arrival - arrival) for arrival in arrivals])
         recorded = [
             arrival[:, : self._seen[source] if span == ALL else min(span, self._seen[source])].max(
                 axis=1
@@ -307,13 +307,13 @@ class MonteCarlo:
         ]
         if recorded:
             last = recorded[0] if len(recorded) == 1 else np.maximum.reduce(recorded)
-            later = met[:, 0] - last
+            later = last_arrival[:, 0] - last
             meeting_stats[1:] = np.median(later), np.std(later)
         for source in sources:
             remaining[source] -= 1
             if not remaining[source]:
                 times[source] = None
-        return np.broadcast_to(met, latest.shape)
+        return np.broadcast_to(last_arrival, latest.shape)
 
     def _effects(self, random: np.random.Generator, shape: tuple[int, int]) -> dict[int, Any]:
         """Draws steps, common to all ranks. Returns, by stage, factors of host and device work, (2,
@@ -356,9 +356,9 @@ class MonteCarlo:
             if not varied or pool < 0:
                 out.append(transfer)
                 continue
-            several = 1 if span == ALL else -(-copies // span)
+            meeting_count = 1 if span == ALL else -(-copies // span)
             quantiles = 1 + spread * (variation.pools[pool] - 1)
-            factor = quantiles.take(random.integers(0, QUANTILES, (draws, several)))
+            factor = quantiles.take(random.integers(0, QUANTILES, (draws, meeting_count)))
             factor *= 1 + quantiles.std() / samples**0.5 * random.standard_normal((draws, 1))
             out.append(
                 transfer * np.maximum(np.repeat(factor, max(span, 1), axis=1)[:, :copies], 0.0)

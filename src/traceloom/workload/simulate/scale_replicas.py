@@ -308,18 +308,18 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
         rank_by_position.setdefault(axis.position(rank), rank)
     copied = {}
     for position in sorted(set(range(axis.positions)) - set(rank_by_position)):
-        alike = [
+        same_stage_ranks = [
             rank
             for other, rank in rank_by_position.items()
             if other // axis.stride == position // axis.stride
         ]
-        if not alike:
+        if not same_stage_ranks:
             raise UsageError(
                 f"no recorded rank does what rank {axis.rank(position, 0)} does",
                 slug="unrecorded-role",
                 hint=f"record a rank of each of the {axis.positions // axis.stride} stages",
             )
-        copied[position] = alike[0]
+        copied[position] = same_stage_ranks[0]
     templates = sorted({**rank_by_position, **copied}.items())
     positions = pl.DataFrame(templates, {"position": pl.Int32, "rank": pl.Int32}, orient="row")
 
@@ -347,10 +347,10 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
     parts = (
         add_keys(graph, axis, roles, positions).join(number, on=["node", "position"]).sort("new")
     )
-    met = ["key", "step", "nth"]
+    meeting_keys = ["key", "step", "nth"]
     meetings = (
         parts.drop_nulls("key")
-        .group_by(met, maintain_order=True)
+        .group_by(meeting_keys, maintain_order=True)
         .agg(
             pl.col("span", "members", "positions", "kind", "in_bytes", "out_bytes").first(),
             pl.col("from_ns").max(),
@@ -359,8 +359,8 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
         .with_row_index("meeting", offset=0)
     )
     parts = parts.join(
-        meetings.select(*met, "meeting"),
-        on=met,
+        meetings.select(*meeting_keys, "meeting"),
+        on=meeting_keys,
         how="left",
         nulls_equal=True,
         maintain_order="left",
@@ -646,8 +646,8 @@ def _measure_delays(
     constant = class_delays(graph).astype(np.float64)
     source_point, target_point = get_edge_points(graph)
     times = get_point_times(graph)
-    took = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
-    binding: Bools = times[source_point] + took == times[target_point]
+    edge_ns = (graph.edges["delay_ns"] + graph.edges["residual_ns"]).to_numpy()
+    binding: Bools = times[source_point] + edge_ns == times[target_point]
     part = np.full(constant.size, np.nan)
     work = nodes["measured"].to_numpy()
     source = graph.edges["source"].to_numpy().astype(np.int64)
@@ -661,13 +661,14 @@ def _measure_delays(
         same[graph.edges["target"]].alias("to"),
         pl.Series("of", edge_classes.of),
         pl.Series("constant", constant),
-        pl.Series("took", took).cast(pl.Float64),
+        pl.Series("took", edge_ns).cast(pl.Float64),
         pl.Series("binding", binding & ~fixed),
     )
-    alike = ["kind", "from", "to", "from_end", "to_end"]
+    class_columns = ["kind", "from", "to", "from_end", "to_end"]
     binding_time = pl.col("took").filter("binding")
     edges = edges.with_columns(
-        mean=binding_time.mean().over(alike), often=pl.col("binding").mean().over(alike) >= 0.5
+        mean=binding_time.mean().over(class_columns),
+        often=pl.col("binding").mean().over(class_columns) >= 0.5,
     ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
     delay = np.where(fixed, constant, edges["delay"].to_numpy())
     pool = np.full(delay.size, -1, dtype=np.int64)
@@ -719,14 +720,14 @@ def _measure_transfers(
         )
         .with_columns(whole=pl.col("present") >= pl.col("members"))
     )
-    alike = ["kind", "span", "in_bytes", "members"]
+    class_columns = ["kind", "span", "in_bytes", "members"]
     # Fully recorded meetings show the transfer itself.
-    visible = operation.filter(pl.col("whole").any().over(alike) == pl.col("whole"))
+    visible = operation.filter(pl.col("whole").any().over(class_columns) == pl.col("whole"))
     means = visible.group_by("key", "nth").agg(own=pl.col("apparent").median(), samples=pl.len())
-    fallback = visible.group_by(alike).agg(usual=pl.col("apparent").median())
+    fallback = visible.group_by(class_columns).agg(usual=pl.col("apparent").median())
     rows = (
         replica.meetings.join(means, on=["key", "nth"], how="left", maintain_order="left")
-        .join(fallback, on=alike, how="left", maintain_order="left", nulls_equal=True)
+        .join(fallback, on=class_columns, how="left", maintain_order="left", nulls_equal=True)
         .with_columns(
             pl.col("samples").fill_null(1), apparent=pl.coalesce("own", "usual", pl.lit(0.0))
         )
@@ -735,16 +736,16 @@ def _measure_transfers(
         means, on=["key", "nth"], how="left", maintain_order="left"
     ).with_columns(count=pl.len().over("key", "nth"))
     numbers = {}
-    for kind, alike_rows in visible.group_by(alike, maintain_order=True):
-        several = alike_rows.filter(pl.col("count") > 1, pl.col("own") > 0)
+    for kind, alike_rows in visible.group_by(class_columns, maintain_order=True):
+        repeated_rows = alike_rows.filter(pl.col("count") > 1, pl.col("own") > 0)
         factor = (
             1
-            + (several["apparent"] / several["own"] - 1)
-            * (several["count"] / (several["count"] - 1)).sqrt()
+            + (repeated_rows["apparent"] / repeated_rows["own"] - 1)
+            * (repeated_rows["count"] / (repeated_rows["count"] - 1)).sqrt()
         )
         numbers[kind] = pools.add(factor.clip(lower_bound=0).to_numpy())
     pool = np.array(
-        [numbers.get(row, -1) for row in rows.select(alike).iter_rows()], dtype=np.int64
+        [numbers.get(row, -1) for row in rows.select(class_columns).iter_rows()], dtype=np.int64
     )
     apparent = rows["apparent"].to_numpy().astype(np.float64)
     samples = rows["samples"].to_numpy().astype(np.int64)
@@ -787,8 +788,8 @@ def expand_replica(
     )
     # Meetings of all copies occur once, of neighbors once per block, of one copy once per copy.
     span = meetings["span"].to_numpy().astype(np.int64)
-    several = np.where(span == ALL, 1, copies // np.maximum(span, 1))
-    first = inner * copies + np.cumsum(several) - several
+    instances = np.where(span == ALL, 1, copies // np.maximum(span, 1))
+    first = inner * copies + np.cumsum(instances) - instances
 
     def moved(node: Ints) -> Ints:
         """Returns the numbers of nodes in every copy, (copies, nodes) flattened."""
@@ -820,12 +821,12 @@ def expand_replica(
         work_ns=pl.Series(np.rint(work.ravel()).astype(np.int64)),
         residual_ns=pl.lit(0, pl.Int64),
     )
-    joints = single.nodes[inner:][np.repeat(np.arange(meetings.height), several)]
-    block = np.arange(several.sum()) - np.repeat(np.cumsum(several) - several, several)
+    joints = single.nodes[inner:][np.repeat(np.arange(meetings.height), instances)]
+    block = np.arange(instances.sum()) - np.repeat(np.cumsum(instances) - instances, instances)
     joints = joints.with_columns(
         rank=pl.Series(
             rank_of[
-                block * np.maximum(np.repeat(span, several), 1),
+                block * np.maximum(np.repeat(span, instances), 1),
                 joints["rank"].fill_null(0).to_numpy(),
             ]
             if joints.height

@@ -98,11 +98,11 @@ def parse_axis(text: str) -> SweepAxis:
         >>> parse_axis("ranks=8..64*2,100").values
         (8, 16, 32, 64, 100)
     """
-    key, equals, listed = text.partition("=")
-    if not equals or not key.strip() or not listed.strip():
+    key, equals, value_text = text.partition("=")
+    if not equals or not key.strip() or not value_text.strip():
         raise _make_sweep_error(text, "write it as KEY=VALUES")
     values: list[SweptValue] = []
-    for part in listed.split(","):
+    for part in value_text.split(","):
         values += _parse_values(part.strip(), text)
     key = key.strip()
     return SweepAxis(key if "." in key else key.replace("-", "_"), tuple(dict.fromkeys(values)))
@@ -469,8 +469,8 @@ class SweepEvaluator:
                 recorded_device=query.recorded_device,
             )
             ranks = answer.ranks.height
-            priced = read_machine(machine, overrides) if machine else None
-            return _build_row(ranks, answer.after_ns, priced, answer.notices)
+            priced_machine = read_machine(machine, overrides) if machine else None
+            return _build_row(ranks, answer.after_ns, priced_machine, answer.notices)
         unsized_machine = read_machine(machine, overrides) if machine else None
         job = self._job(unsized_machine, device, host_factor)
         ranks = job.copies(
@@ -634,14 +634,14 @@ def evaluate_points(
     evaluator = SweepEvaluator(question)
     if points:
         evaluator.check(list(next(iter(points.values()))))
-    at_once = min(count_cores() if processes is None else processes, len(points))
-    if at_once < 2:
+    process_count = min(count_cores() if processes is None else processes, len(points))
+    if process_count < 2:
         yield from ((number, evaluator(point)) for number, point in points.items())
         return
     with (
         start_workers("traceloom.workload.simulate.sweep_worker") as workers,
         ThreadPoolExecutor(
-            at_once, thread_name_prefix="traceloom-sweep", initializer=block_signals
+            process_count, thread_name_prefix="traceloom-sweep", initializer=block_signals
         ) as pool,
     ):
         evaluate_point = partial(_evaluate_in_process, asdict(question), beside=workers)

@@ -185,11 +185,11 @@ def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
     """
     times = get_point_times(graph)
     target = get_column_array(graph, graph.edges["target"]).astype(np.int64)[operations.edge]
-    took = (
+    durations = (
         times[2 * target + 1]
         - times[2 * operations.table["meeting"].to_numpy().astype(np.int64)[operations.of_edge]]
     )
-    rows = pl.DataFrame({"row": operations.of_edge, "took": np.maximum(took, 0)})
+    rows = pl.DataFrame({"row": operations.of_edge, "took": np.maximum(durations, 0)})
     middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
     out = np.zeros(len(operations), dtype=np.int64)
     out[middle["row"].to_numpy()] = middle["took"].to_numpy()
@@ -237,13 +237,13 @@ class Transfers:
             .group_by("link", maintain_order=True)
             .agg("of_class", "share")
         )
-        alike = (
+        bundle_rows = (
             shares_by_link.group_by("of_class", "share", maintain_order=True)
             .agg("link")
             .with_row_index("bundle")
         )
         rows = (
-            alike.select("bundle", "of_class", "share")
+            bundle_rows.select("bundle", "of_class", "share")
             .explode("of_class", "share")
             .sort("of_class", "bundle")
         )
@@ -251,8 +251,8 @@ class Transfers:
             np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
             rows["bundle"].to_numpy().astype(np.int64),
             rows["share"].to_numpy(),
-            alike["link"].explode().to_numpy().astype(np.int64),
-            np.repeat(np.arange(alike.height), alike["link"].list.len().to_numpy()),
+            bundle_rows["link"].explode().to_numpy().astype(np.int64),
+            np.repeat(np.arange(bundle_rows.height), bundle_rows["link"].list.len().to_numpy()),
         )
 
 
@@ -451,8 +451,8 @@ class _Pricing:
         )
         # One ring over several hosts would use only one network card of each.
         if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
-            several = hosts.size > 1 and hosts.min() == hosts.max() > 1
-            algorithm = "two-level" if several else algorithm
+            is_two_level = hosts.size > 1 and hosts.min() == hosts.max() > 1
+            algorithm = "two-level" if is_two_level else algorithm
         size = size_bytes // len(members) if kind == "all_gather" else size_bytes
         chunks = (
             min(max(size // _CHUNK, 1), _MAX_CHUNKS)
@@ -522,12 +522,12 @@ def compute_transfers(
         key=pl.struct(request_columns).rank("dense")
     )
     distinct = requests.unique("key", keep="first").sort("key")
-    priced = [_compute_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
+    prices = [_compute_price(pricing, base, row) for row in distinct.iter_rows(named=True)]
     class_by_operation = requests["key"].to_numpy().astype(np.int64) - 1
-    priceable = np.array([price.time_ns is not None for price in priced], dtype=np.bool_)
-    times = np.array([price.time_ns or 0 for price in priced], dtype=np.int64)
+    priceable = np.array([price.time_ns is not None for price in prices], dtype=np.bool_)
+    times = np.array([price.time_ns or 0 for price in prices], dtype=np.int64)
     shares = []
-    for number, price in enumerate(priced):
+    for number, price in enumerate(prices):
         if price.modelled is None or not price.time_ns:
             continue
         links, carried = price.modelled.links, price.modelled.bytes
@@ -545,9 +545,9 @@ def compute_transfers(
         class_by_operation,
         pl.concat([SHARES.to_frame(), *(frame.select(columns).cast(SHARES) for frame in shares)]),
         pricing.network.links.select("link", "name", "source", "target"),
-        [priced[k].algorithm for k in class_by_operation.tolist()],
-        [priced[k].flag for k in class_by_operation.tolist()],
-        np.array([price.card_ns for price in priced], dtype=np.int64)[class_by_operation],
+        [prices[k].algorithm for k in class_by_operation.tolist()],
+        [prices[k].flag for k in class_by_operation.tolist()],
+        np.array([price.card_ns for price in prices], dtype=np.int64)[class_by_operation],
     )
 
 

@@ -165,9 +165,11 @@ class AstraEngine:
         self._mailbox = Mailbox(self.clock, self._transmit)
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self._trees: Counter[tuple[str, int]] = Counter()
-        apart = len(fabric.sizes) == 1 and (not aware or fabric.topologies[0] == "FullyConnected")
+        is_uncontended = len(fabric.sizes) == 1 and (
+            not aware or fabric.topologies[0] == "FullyConnected"
+        )
         self._rotates = whole and width == 1 and not dimensions.windows
-        self._whole = self._rotates and apart
+        self._whole = self._rotates and is_uncontended
         self._apart_in_time = not aware or self._whole  # ranks may run in any order at one time
         self._recorded = recorded
         self._link_free = (
@@ -561,12 +563,12 @@ def check_begun(engine: AstraEngine, delay_ns: int) -> None:
         rank_nodes = rank.nodes
         for node in np.flatnonzero(np.frombuffer(rank.begin_ns, np.int64) == 0).tolist():
             action, message = rank_nodes.action[node], rank_nodes.messages.get(node)
-            at_once = rank.end_ns[node] == 0 and action != SKIP
+            is_at_zero = rank.end_ns[node] == 0 and action != SKIP
             if message and action == COLLECTIVE:
-                at_once = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
+                is_at_zero = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
             elif message and action == SEND and engine.links:
-                at_once |= not engine.links.occupied_ns(message.size)
-            if at_once:
+                is_at_zero |= not engine.links.occupied_ns(message.size)
+            if is_at_zero:
                 raise UsageError(
                     f"{rank_nodes.label(node)} of rank {rank_nodes.rank} asks for what takes no time at the very beginning, where "
                     "ASTRA-sim stops",

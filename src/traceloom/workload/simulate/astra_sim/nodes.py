@@ -138,9 +138,9 @@ def build_rank_nodes(rank: int, table: NodeFrame, compute: Compute) -> RankNodes
     position = np.minimum(np.searchsorted(ids[order], awaited), max(len(order) - 1, 0))
     missing = ids[order][position] != awaited if len(order) else np.ones(len(awaited), np.bool_)
     if missing.any():
-        lacking = int(np.flatnonzero(missing)[0])
+        first_missing = int(np.flatnonzero(missing)[0])
         raise InputError(
-            f"node {ids[rows[lacking]]} waits for node {awaited[lacking]}, which is not there",
+            f"node {ids[rows[first_missing]]} waits for node {awaited[first_missing]}, which is not there",
             slug="not-for-astra-sim",
             where=table.path,
             hint="`traceloom validate --target astra-sim` lists everything",
@@ -262,8 +262,8 @@ def _compute_durations(table: NodeFrame, compute: Compute) -> Ints:
         value=False
     ).to_numpy()
     with np.errstate(divide="ignore", invalid="ignore"):
-        reach = np.minimum(operations / size * bandwidth, peak)
-        modelled = np.where((size > 0) & (operations > 0), operations / reach * 1e9, 0.0)
+        attainable = np.minimum(operations / size * bandwidth, peak)
+        modelled = np.where((size > 0) & (operations > 0), operations / attainable * 1e9, 0.0)
     duration: Ints = np.where(is_gpu, modelled.astype(np.int64), recorded)
     return duration
 
