@@ -130,7 +130,6 @@ def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
 
 
 def _compute_checksum(path: Path) -> tuple[int, int]:
-    """Returns the size in bytes and the checksum of a file."""
     size = checksum = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):

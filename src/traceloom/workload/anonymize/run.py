@@ -67,8 +67,6 @@ class Anonymized:
 
 @dataclass(slots=True)
 class _FirstPass:
-    """Results of the first pass over a device trace."""
-
     facts: TraceFacts
     first_ns: int
     unix: bool
@@ -297,7 +295,6 @@ class _AnonymizeRun:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns the reports as one JSON object."""
         rules = self.rules
         return {
             "format": "traceloom-anonymize-report",

@@ -221,7 +221,6 @@ class Shapes:
 
 
 def _is_nested_integers(value: Any, depth: int = 0) -> bool:
-    """Returns whether a value is an integer or a nested list of integers."""
     if isinstance(value, list):
         return depth < _MAX_DEPTH and all(_is_nested_integers(item, depth + 1) for item in value)
     return isinstance(value, int) and not isinstance(value, bool)

@@ -479,7 +479,6 @@ def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_No
 
 
 def _list_numbers(value: Any) -> Iterator[int]:
-    """Yields the integers among the arguments of a call."""
     if isinstance(value, list):
         for inner in value:
             yield from _list_numbers(inner)

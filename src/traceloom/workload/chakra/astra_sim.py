@@ -266,7 +266,6 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 
 
 def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
-    """Returns the attributes of the nodes."""
     send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
     is_mapped = pl.col("why").is_null()
     names = pl.DataFrame(

@@ -163,7 +163,6 @@ class _Sequence:
     numbers: Ints | None  # sequence numbers in the group, if each operation has one
 
     def by_number(self) -> _Sequence:
-        """Returns the sequence sorted by number."""
         if self.numbers is None:
             return self
         order = np.argsort(self.numbers)

@@ -509,8 +509,6 @@ def estimate_memory(options: TransformerOptions) -> int:
 
 
 class _RankProgram:
-    """Builds the program of one rank."""
-
     def __init__(
         self,
         program: RankProgram,
@@ -534,7 +532,6 @@ class _RankProgram:
         self.gradients: list[int] = []
 
     def write(self) -> None:
-        """Adds the whole step."""
         options, received = self.options, dict[str, list[int]]()
         steps = list(
             build_stage_schedule(

@@ -499,8 +499,6 @@ def read_graph(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The messages of one file."""
-
     metadata: GlobalMetadata
     blocks: Iterable[Block]
     rank: int

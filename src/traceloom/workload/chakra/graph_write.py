@@ -192,7 +192,6 @@ class GraphWriter:
             yield ops.height, encode.encode_messages(rows_of_ops)
 
     def _fields(self, nodes: pl.DataFrame) -> list[encode.ByteRows]:
-        """Returns all encoded fields of some nodes of one rank."""
         ids = nodes["node"].to_numpy().astype(np.int64)
         kind = nodes["kind"].to_physical().to_numpy()
         transfer = self._joined(nodes.select("node"), ids, "transfers")

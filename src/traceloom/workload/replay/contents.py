@@ -112,8 +112,6 @@ class _NamedCall:
 
 @dataclass(slots=True)
 class _Use:
-    """A call by one op, with the shapes of its inputs."""
-
     call: _NamedCall
     shapes: list[Shape]
     dtypes: list[str]
@@ -720,7 +718,6 @@ class _ConstraintFinder:
         self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
     def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
-        """Returns the tensors of an argument."""
         return [inputs[number] for number in call.inputs.get(name, ())]
 
     def note_product(self, call: _NamedCall, inputs: list[int]) -> None:
@@ -852,7 +849,6 @@ def _call(schema: str, arguments: str) -> _NamedCall | None:
 
 
 def _list_inputs(value: Any) -> Iterator[int]:
-    """Yields the numbers of the inputs in a value."""
     if isinstance(value, list):
         for part in value:
             yield from _list_inputs(part)

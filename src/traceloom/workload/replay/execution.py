@@ -420,8 +420,6 @@ def _call_and_replace(
 
 
 class _LiveBytes:
-    """The bytes of storages in the registers."""
-
     def __init__(self, registers: Registers) -> None:
         self._registers = registers
         self._storages: dict[int, tuple[int, int]] = {}

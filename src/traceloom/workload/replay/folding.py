@@ -153,7 +153,6 @@ def rename(segment: Sequence[ProgramLine]) -> Renamed:
 def _find_best_repeat(
     bodies: Sequence[Sequence[ProgramLine]], starts: frozenset[int]
 ) -> _Repeat | None:
-    """Returns the repeat that saves most lines."""
     line_positions = [
         (body, token_indices)
         for body, lines in enumerate(bodies)
@@ -234,7 +233,6 @@ def _find_candidates(tokens: Ints) -> Iterator[tuple[float, int, list[int]]]:
 
 
 def _find_frequent(levels: Sequence[Ints], length: int) -> Iterator[tuple[float, int, list[int]]]:
-    """Yields the most frequent stretches of one length."""
     k = min(length.bit_length() - 1, len(levels) - 1)
     n = levels[0].size - 1
     offsets = np.arange(n - length + 1)

@@ -332,8 +332,6 @@ def make_plan(
 
 @dataclass
 class _RankPlanner:
-    """Plans the chosen nodes of one rank, in order."""
-
     entry: PlanInput
     nodes: Nodes
     choice: Choice
@@ -389,7 +387,6 @@ class _RankPlanner:
         return self.assembled()
 
     def notices(self) -> list[Notice]:
-        """Returns the notices about the rank."""
         out = []
         flags = Counter(flag for flags in self.call_flags for flag in set(flags))
         zeros, cut, objects = (
@@ -856,7 +853,6 @@ def _load_plan(path: str, choice: Choice) -> ReplayPlan:
 
 
 def _find_inner_communication(nodes: Nodes) -> dict[int, int]:
-    """Returns the `record_param_comms` inside each communication op."""
     rows = (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list()
     parent = nodes.parent.tolist()
     out: dict[int, int] = {}

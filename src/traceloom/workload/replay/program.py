@@ -121,7 +121,6 @@ class _GapTimer:
         self._last_end_ns: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Starts a pass."""
         self._last_end_ns.clear()
 
     def hold(self, ended_thread: int, thread: int, gap_ns: int) -> None:
@@ -463,7 +462,6 @@ class ProgramBuilder:
         )
 
     def _get_stand_in_ns(self, row: Mapping[str, Any]) -> int:
-        """Returns the duration of an op's stand-in."""
         return (
             round(median(row["durations_ns"]))
             if self._mode.stand_ins_take_time and row["durations_ns"]

@@ -407,12 +407,10 @@ class RankScript:
         return row["dtype"], row["offset"], tuple(row["shape"]), tuple(row["strides"])
 
     def _device(self, register: int) -> str:
-        """Returns the device of a register as text."""
         storage = self._storages[self._tensors[register]["storage"]]
         return "'cpu'" if self._keeps_host and storage["device"] == "cpu" else "DEVICE"
 
     def _like(self, register: int) -> str:
-        """Returns shape, strides and type of a register as arguments."""
         dtype, _, shape, strides = self._geometry(register)
         return f"{shape}, {strides}, {format_dtype(dtype)}"
 

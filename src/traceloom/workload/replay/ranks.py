@@ -259,7 +259,6 @@ def replay(
 def _merge_results(
     plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
 ) -> Replayed:
-    """Merges the results of all ranks."""
     result_by_rank = {
         rank: RankReplayed.from_dict(answer["rank"])
         for rank, answer in zip(ranks, answers, strict=True)
@@ -294,7 +293,6 @@ def main() -> None:
 
 
 def _run_job(job: dict[str, Any], on_status: StatusCallback) -> dict[str, Any]:
-    """Returns the result of the rank in a job."""
     directory, process, ranks = Path(job["folder"]), job["process"], job["ranks"]
     plan = ReplayPlan.load(directory / "run.plan")
     options = RunOptions(**{**job["options"], "imports": tuple(job["options"]["imports"])})
@@ -373,7 +371,6 @@ def _run_rank(  # noqa: PLR0917  (all of them are unrelated)
     sharing: int,
     on_status: StatusCallback,
 ) -> dict[str, Any]:
-    """Runs one rank in this process."""
     from traceloom.workload.replay.binding import bind_call, require_torch
 
     require_torch()

@@ -182,7 +182,6 @@ class _Scaling:
         return out
 
     def sizes_of(self, number: int) -> tuple[int, ...]:
-        """Returns the new shape of an external tensor."""
         storage, _, shape, *_ = self.before[number]
         if self.everywhere:
             return tuple(self.sizes.get(length, length) for length in shape)
@@ -503,7 +502,6 @@ def _count_elements(offset: int, shape: Any, strides: Any) -> int:
 
 
 def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields the integers within a value, with their paths."""
     if isinstance(value, list):
         for index, part in enumerate(value):
             yield from _find_numbers(part, (*path, index))

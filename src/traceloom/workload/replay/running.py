@@ -288,8 +288,6 @@ def find_async_copied_storages(plan: RankPlan) -> frozenset[int]:
 
 
 class _ExternalStorages:
-    """The external storages of a plan that are needed, and the registers on them."""
-
     def __init__(
         self, plan: RankPlan, device: torch.device, seed: int, needed: Collection[int]
     ) -> None:
@@ -443,7 +441,6 @@ class PlanRunner:
             self._contents.find_changes(self.program.registers, lowering.kernel_written_storages)
 
     def _raise_op_error(self, op: int, text: str) -> None:
-        """Ends the run at an op that failed."""
         row = _build_op_messages(self.plan, {op: text}).row(0, named=True)
         raise CheckError(
             f"{row['name']}: {row['text']}",

@@ -170,8 +170,6 @@ def parse_schema(text: str) -> OperatorSchema:
 
 
 class _Scanner:
-    """Parses the tokens of one schema from left to right."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = _TOKEN.findall(text)

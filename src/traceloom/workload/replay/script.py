@@ -358,7 +358,6 @@ def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _format_options(plan: ReplayPlan) -> str:
-    """Returns the beginning of `main`."""
     threads = f"    torch.set_num_threads({plan.threads})\n" if plan.threads else ""
     return f"def main() -> None:\n{_OPTIONS}{threads}"
 

@@ -124,7 +124,6 @@ def fit_lines(
 
 
 def _split_ranges(sizes: _Sizes, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of sizes that one line each covers."""
     cost, covered = _compute_cost(sizes, low, high)
     breaks = range(low + MIN_SIZES, high - MIN_SIZES + 1)
     if not covered and breaks:

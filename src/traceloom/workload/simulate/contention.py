@@ -82,7 +82,6 @@ class _ActiveTransfers:
         return self._end_heap[0] if self._end_heap else None
 
     def finish(self, operation: int) -> int:
-        """Ends a transfer and returns the time."""
         end = self._end.pop(operation)
         self.advance(end)
         self._slowed_count -= self._speed.pop(operation) < 1

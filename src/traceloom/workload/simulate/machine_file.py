@@ -65,8 +65,6 @@ class _DeviceTable:
 
 @dataclass(frozen=True)
 class _MachineDocument:
-    """The whole file."""
-
     network: tuple[Dimension, ...] = ()
     format: Literal["traceloom-machine"] = FORMAT  # type: ignore[assignment]
     version: Literal[1] = VERSION  # type: ignore[assignment]
@@ -215,7 +213,6 @@ def _make_override_error(message: str, hint: str) -> UsageError:
 
 
 def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
-    """Sets the value at a path."""
     table: Any = document
     for depth, key in enumerate(keys[:-1]):
         if isinstance(table, list) and all(isinstance(entry, dict) for entry in table):

@@ -438,7 +438,6 @@ class MachineNetwork:
 
 
 def _find_ranks(machine: Machine, positions: Ints) -> Ints:
-    """Returns the ranks at places."""
     return np.asarray(machine.order, dtype=np.int64)[positions] if machine.order else positions
 
 
@@ -514,8 +513,6 @@ def finish_times(
 
 
 class _RoundOnLinks:
-    """The messages of a round on the links of a network."""
-
     def __init__(self, part: Round, network: MachineNetwork, members: Ints) -> None:
         self.bytes = part.bytes.astype(np.float64)
         self.reduces = bool(part.reduced.any())

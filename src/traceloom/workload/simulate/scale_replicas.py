@@ -466,8 +466,6 @@ class Variation:
 
 
 class _Pools:
-    """Collects distributions."""
-
     def __init__(self) -> None:
         self.rows: list[Floats] = []
 
@@ -482,7 +480,6 @@ class _Pools:
         return len(self.rows) - 1
 
     def table(self) -> Floats:
-        """Returns all pools as an array."""
         return np.array(self.rows).reshape(len(self.rows), QUANTILES)
 
 

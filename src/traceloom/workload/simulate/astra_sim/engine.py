@@ -435,7 +435,6 @@ class AstraEngine:
         ]
 
     def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
-        """Runs the chunks message by message."""
         remaining = [len(meeting.chunks)]
 
         def done() -> None:

@@ -287,7 +287,6 @@ def _assemble_simulation(
 
 
 def _build_rank_row(rank: RunningRank) -> dict[str, int]:
-    """Returns one row of `Simulation.ranks`."""
     start_ns, end = (np.frombuffer(times, np.int64) for times in (rank.begin_ns, rank.end_ns))
     slot = np.asarray(rank.nodes.slot)
 
