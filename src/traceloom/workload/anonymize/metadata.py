@@ -450,7 +450,8 @@ class CaptureRewriter:
             "groups": objects(groups, "groups"),
             "created_ns": self._time,
             "written_ns": self._time,
-            # Not even the name of an exception that ended the process, since it may be user-defined.
+            # Not even the name of an exception that ended the process, since it may be
+            # user-defined.
             "ended": lambda value: (
                 "exception" if str(value).startswith("exception") else _make_word_rule(_ENDS)(value)
             ),

@@ -2,10 +2,12 @@
 
 ASTRA-sim only honors dependencies from an end to a start, runs one CPU operation, one GPU operation
 and one communication of a rank at a time, and starts ready nodes in the order of ids. Hence:
-- host nodes are merged to units (see `astra_sim_order`); with `gpu_only`, dependencies replace them;
+- host nodes are merged to units (see `astra_sim_order`); with `gpu_only`, dependencies replace
+  them;
 - dropped nodes pass on their dependencies: nothing dangles, and no order is lost;
 - unsupported communication is mapped to supported kinds (see `map_communication`);
-- unordered communication gets one order over all ranks, since ranks in different orders hang silently.
+- unordered communication gets one order over all ranks, since ranks in different orders hang
+  silently.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .alias("members"),
         pl.when(is_mapped).then("parts").otherwise(1).alias("parts"),
     )
-    # Number the groups by members (as text), in order of first use; the group of all ranks has none.
+    # Number the groups by members (as text), in order of first use; the group of all ranks has
+    # none.
     is_lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
         rows.filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone))
@@ -537,7 +540,8 @@ def build_rank_files(
     delays = nodes.frame[frame.height :]
     if not gpu_only:
         nodes, retained = _add_start_delays(nodes, retained, job_start_ns)
-    # Order the communication of all ranks consistently; nodes in a cycle have no place in the order.
+    # Order the communication of all ranks consistently; nodes in a cycle have no place in the
+    # order.
     position = compute_job_order(nodes.frame, nodes.pairs)
     in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES)
     serial_nodes = (

@@ -579,8 +579,8 @@ class _RankProgram:
         layers = range(first, first + self.own_layers)
         for layer in layers if forward else reversed(layers):
             for part in ("attention", "mlp") if forward else ("mlp", "attention"):
-                # Matrix products: 2 FLOPs per weight and token, twice that backward; attention adds its
-                # scores.
+                # Matrix products: 2 FLOPs per weight and token, twice that backward; attention adds
+                # its scores.
                 name = f"layer {layer} {part} {'forward' if forward else 'backward'} {number}"
                 weights = _WEIGHTS[part] * options.hidden**2
                 operations = 2 * weights * _TOKENS

@@ -104,7 +104,8 @@ class GraphWriter:
             values = np.stack([other[order], code[order], delay[order], residual[order]], axis=1)
             lists.append(_NumberLists(key[order], values.ravel(), layout.PER_EDGE))
         self._in, self._out = lists
-        # Host ops with their row and the node that represents them: the first of each op, else null.
+        # Host ops with their row and the node that represents them: the first of each op, else
+        # null.
         first = (
             graph.nodes.filter(
                 pl.col("host_op").is_not_null() & ~pl.col("kind").is_in(layout.CARRIED)
@@ -175,7 +176,8 @@ class GraphWriter:
             yield window.height, encode.encode_messages(self._fields(window))
         unlinked_ops = self._hosts.filter((pl.col("rank") == rank) & pl.col("node").is_null())
         for start_row in range(0, unlinked_ops.height, WINDOW):
-            # Host ops without a node become metadata nodes, with ids after those of all other nodes.
+            # Host ops without a node become metadata nodes, with ids after those of all other
+            # nodes.
             ops = unlinked_ops.slice(start_row, WINDOW).with_columns(node_name=pl.col("name"))
             rows_of_ops = [
                 encode.encode_number_field(
@@ -414,11 +416,13 @@ def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
 
     Chakra has one relation: a node starts after other nodes have ended. An edge of a Graph is more
     specific (from start or end, to start or end), so:
-    - end to start is a dependency; a `call` edge is a control dependency, everything else a data dependency;
-    - a launch, which holds from the start of the call, is one too: all Chakra tools start the work after its call;
-    - an edge to the *end* of a node (a synchronization awaits a kernel) is a dependency of that node if
-      the awaited one started before it; otherwise (a blocking copy, which the call itself submits) of
-      its successors;
+    - end to start is a dependency; a `call` edge is a control dependency, everything else a data
+      dependency;
+    - a launch, which holds from the start of the call, is one too: all Chakra tools start the work
+      after its call;
+    - an edge to the *end* of a node (a synchronization awaits a kernel) is a dependency of that
+      node if the awaited one started before it; otherwise (a blocking copy, which the call itself
+      submits) of its successors;
     - other edges from a start (kernels that overlap on one stream) order no ends, and are omitted.
     Every dependency points to a node that starts earlier, or at the same time and before it in the
     order of the graph's points. A cycle is therefore impossible; the few edges against the order of

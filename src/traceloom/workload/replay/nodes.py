@@ -239,7 +239,8 @@ class Nodes:
         in_backward = np.append(ops["name"].str.starts_with(_BACKWARD).to_numpy(), False)[
             self.parent
         ]
-        # Rows whose scopes may differ from those of their parents; forward ops precede backward ops.
+        # Rows whose scopes may differ from those of their parents; forward ops precede backward
+        # ops.
         is_boundary = labels | (in_backward & (sequence >= 0) & ~self.has_schema)
         nearest = find_nearest_ancestor(self.parent, is_boundary)
         scope_rows = np.where(is_boundary, np.arange(is_boundary.size), nearest).tolist()

@@ -102,7 +102,8 @@ class StorageVersions:
         no op created it.
         """
         version = self._live.get(tensor.identity)
-        # An unrecorded storage may have reused the number of a dead one: it is larger, or elsewhere.
+        # An unrecorded storage may have reused the number of a dead one: it is larger, or
+        # elsewhere.
         if version is None or (
             (not self._external[version] and tensor.end_bytes > self._bytes[version])
             or self._device[version] != tensor.device

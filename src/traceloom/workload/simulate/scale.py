@@ -8,14 +8,15 @@ collectives, so a step waits for the slowest rank: more ranks take longer, altho
 works as before.
 
 Rules:
-- Every new rank runs what a recorded one of its position does: the batch per rank is constant, that of the job grows.
-- Groups with ranks of every copy grow; all others are replicated. An all_reduce keeps its bytes per rank;
-  all_gather and reduce_scatter keep the whole buffer, so the part of a rank shrinks (sharded weights
-  and gradients); an all_to_all keeps the input of a rank.
-- Without a network, the transfer of a growing group scales with its bytes on the bus: that of an all_reduce with
-  2 (n - 1) / n. This ignores latency, which grows with the steps of an algorithm.
-- If some members of a group were not recorded, the transfers of the recorded ones include an unseen wait for them.
-  The wait that draws of the recorded job show is subtracted.
+- Every new rank runs what a recorded one of its position does: the batch per rank is constant, that
+  of the job grows.
+- Groups with ranks of every copy grow; all others are replicated. An all_reduce keeps its bytes per
+  rank; all_gather and reduce_scatter keep the whole buffer, so the part of a rank shrinks (sharded
+  weights and gradients); an all_to_all keeps the input of a rank.
+- Without a network, the transfer of a growing group scales with its bytes on the bus: that of an
+  all_reduce with 2 (n - 1) / n. This ignores latency, which grows with the steps of an algorithm.
+- If some members of a group were not recorded, the transfers of the recorded ones include an unseen
+  wait for them. The wait that draws of the recorded job show is subtracted.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ COLLECTIVES = build_schema(
         "in_bytes_after": pl.Int64,
     },
 )
-# Maps the rows of meetings in the scaled job, with the `ranks` of one group each, and their times by
-# bytes on the bus to their times, ns, (meetings,), and a remark on each, "" for none.
+# Maps the rows of meetings in the scaled job, with the `ranks` of one group each, and their times
+# by bytes on the bus to their times, ns, (meetings,), and a remark on each, "" for none.
 TransferModel = Callable[[pl.DataFrame, Floats], tuple[Floats, list[str]]]
 
 
