@@ -1,1 +1,1 @@
-"""What is asked of the operating system."""
+"""Files, processes, signals, text and units: what the other packages need of the operating system."""

@@ -1,4 +1,6 @@
-"""Output files: never half-written, never over an input, `-`, addresses; where the cache lies."""
+"""Input and output files: atomic writes that never replace an input, addresses of remote inputs,
+and the cache directory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from traceloom.system import process
 
 
 class _Inputs(NamedTuple):
-    """What is read, by where it lies on the disk and by its whole path."""
+    """The inputs of this process, by (device, inode) and by resolved path."""
 
     files: set[tuple[int, int]]
     paths: set[str]
@@ -31,28 +33,28 @@ _addresses: dict[str, str] = {}  # local copy -> the address it was fetched from
 
 
 def is_address(name: str | os.PathLike[str]) -> bool:
-    """Whether it says where something lies elsewhere, as `s3://bucket/run` does."""
+    """Whether a name is an address such as `s3://bucket/run` rather than a local path."""
     return _ADDRESS.match(os.fspath(name)) is not None
 
 
 def remember_address(copy: Path, address: str) -> None:
-    """Remember under which name the local copy of an input is shown."""
+    """Remember the address from which a local copy was fetched, so that messages show the address."""
     _addresses[str(copy)] = address
 
 
 def restore_addresses(text: str) -> str:
-    """A path, or a text with paths: local copies by the addresses that the user gave."""
+    """Returns a text with the paths of local copies replaced by the addresses that the user gave."""
     for copy in sorted(_addresses, key=len, reverse=True):
         text = text.replace(copy, _addresses[copy])
     return text
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading that is a file: no pipe that would wait for a writer, no link, no
-    device.
+    """Open a regular file for reading; refuses pipes (which would block until there is a writer),
+    symbolic links and devices.
 
     Raises:
-        OSError: It is none, or cannot be read.
+        OSError: It is not a regular file, or cannot be read.
     """
     handle = os.open(
         path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
@@ -64,8 +66,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_input(path: str | Path) -> BinaryIO:
-    """Open what the user gives for reading: a file or a pipe. A device has no end, or does
-    something when it is read.
+    """Open a user's input for reading: a file or a pipe. Devices are refused, as they may have no
+    end or change state when read.
 
     Raises:
         OSError: It is a device, or cannot be read.
@@ -79,10 +81,10 @@ def open_input(path: str | Path) -> BinaryIO:
 
 
 def read_small(path: str | Path, max_bytes: int) -> bytes:
-    """The content of a file of the user's, if it is no larger than so many bytes.
+    """Returns the content of a user's file, if it has at most `max_bytes` bytes.
 
     Raises:
-        OSError: It is larger, a device, or cannot be read.
+        OSError: It is larger, is a device, or cannot be read.
     """
     with open_input(path) as file:
         content = file.read(max_bytes + 1)
@@ -93,10 +95,11 @@ def read_small(path: str | Path, max_bytes: int) -> bytes:
 
 @contextmanager
 def protect_inputs(given_paths: Iterable[str | Path] = ()) -> Iterator[None]:
-    """Write over nothing that is read, for what is done inside.
+    """Refuse to overwrite any input within this context.
 
     Args:
-        given_paths: What the user gave, files and directories. Readers add the files that they find there (`note_input`).
+        given_paths: Files and directories given by the user. Readers add the files that they find
+            there (`remember_input`).
     """
     global _inputs
     outer = _inputs
@@ -110,7 +113,7 @@ def protect_inputs(given_paths: Iterable[str | Path] = ()) -> Iterator[None]:
 
 
 def build_natural_key(path: Path) -> list[tuple[int, str]]:
-    """Sorts files by name, numbers in it by their value."""
+    """Returns a sort key for file names in which numbers are compared by value."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part)
         for part in re.split(r"(\d+)", path.name)
@@ -118,15 +121,15 @@ def build_natural_key(path: Path) -> list[tuple[int, str]]:
 
 
 def remember_input(path: str | Path) -> None:
-    """Remember that a file is read, so that nothing is written over it."""
+    """Remember that a file is an input, so that nothing overwrites it."""
     if _inputs is not None:
-        with suppress(OSError, ValueError):  # what is not there is not read
+        with suppress(OSError, ValueError):  # a missing file cannot be an input
             _inputs.files.add(_identify_file(Path(path).stat()))
             _inputs.paths.add(os.path.realpath(path))
 
 
 def check_name(path: Path) -> None:
-    """Refuse a name that no file can have there, as one that is too long.
+    """Refuse a file name that the file system does not allow, such as one that is too long.
 
     Raises:
         OutputError: slug `cannot-write`.
@@ -136,7 +139,7 @@ def check_name(path: Path) -> None:
 
 
 def refuse_input(path: Path) -> None:
-    """Refuse to write over what is read: over a file, or over a directory with all that it holds.
+    """Refuse to overwrite an input, or a directory that contains one.
 
     Raises:
         UsageError: slug `wrong-usage`.
@@ -158,11 +161,12 @@ def _identify_file(status: os.stat_result) -> tuple[int, int]:
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
-    """Refuse a place that cannot be written to before any work is done.
+    """Check that a file can be written at a path, before any work is done.
 
     Raises:
         UsageError: slug `wrong-usage`: it is an input.
-        OutputError: slug `file-exists` without `force`; slug `cannot-write` for what is no ordinary file.
+        OutputError: slug `file-exists` without `force`; slug `cannot-write` if it is not a regular
+            file.
     """
     kind = _describe_file_type(path)
     if kind == "directory":
@@ -183,11 +187,11 @@ def refuse_existing(path: Path, *, force: bool) -> None:
 
 
 def _describe_file_type(path: Path) -> str:
-    """What lies there itself, not what it leads to; empty where there is nothing."""
+    """Returns the type of the entry at a path, without following links; empty if there is none."""
     try:
         mode = path.lstat().st_mode
     except (OSError, ValueError):
-        return ""  # where it cannot be looked at, it cannot be written either
+        return ""  # a path that cannot be inspected cannot be written either
     if stat.S_ISREG(mode):
         return "file"
     if stat.S_ISDIR(mode):
@@ -198,23 +202,22 @@ def _describe_file_type(path: Path) -> str:
 def write(
     path: Path, produce: Callable[[BinaryIO], object], *, force: bool, private: bool = False
 ) -> int:
-    """Let `produce` write a file: beside its place first, then renamed, so that it is whole or not
-    there.
-
-    A file that is replaced hands on who may read and write it.
+    """Write a file atomically: `produce` writes a temporary file, which is then renamed. A replaced
+    file passes on its mode.
 
     Args:
         path: The file.
-        produce: Writes it.
-        force: Replace a file that is there.
-        private: Only the owner may read it.
+        produce: Writes the content.
+        force: Replace an existing file.
+        private: Make it readable by the owner only.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
         UsageError: slug `wrong-usage`: it is an input.
-        OutputError: slug `file-exists`; slug `cannot-write`, where the disk is full or the place is forbidden.
+        OutputError: slug `file-exists`; slug `cannot-write` if the disk is full or access is
+            denied.
     """
     refuse_existing(path, force=force)
     with report_write_errors(path):
@@ -234,12 +237,14 @@ def write(
 
 
 def make_temporary_path(path: Path) -> Path:
-    """A name in the same folder that nobody can foresee, for what becomes `path` when it is whole."""
+    """Returns an unpredictable name in the same folder, for the temporary file that will be renamed
+    to `path`.
+    """
     return path.with_name(f".{os.urandom(8).hex()}.partial")
 
 
 def keep_mode(path: Path, temporary_path: Path) -> None:
-    """Who may read and write what is replaced may do so with what replaces it.
+    """Copy the mode of the existing file to the one that will replace it.
 
     Raises:
         OSError: It cannot be changed.
@@ -250,10 +255,10 @@ def keep_mode(path: Path, temporary_path: Path) -> None:
 
 @contextmanager
 def _remove_on_failure(temporary_path: Path) -> Iterator[None]:
-    """Remove what was made beside, when it could not be put into its place."""
+    """Remove the temporary file or directory if it could not be renamed."""
 
     def remove() -> None:
-        with suppress(OSError):  # what went wrong first is what counts
+        with suppress(OSError):  # report the first error, not that of the clean-up
             if temporary_path.is_dir():
                 shutil.rmtree(temporary_path)
             else:
@@ -269,7 +274,7 @@ def _remove_on_failure(temporary_path: Path) -> Iterator[None]:
 
 @contextmanager
 def report_write_errors(path: Path) -> Iterator[None]:
-    """Say in a sentence why something cannot be written."""
+    """Convert an OSError of a write into an OutputError with a readable message."""
     try:
         yield
     except OSError as error:
@@ -286,17 +291,18 @@ def report_write_errors(path: Path) -> Iterator[None]:
 
 
 def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
-    """Refuse a place where a directory of files cannot go before any work is done.
+    """Check that a directory of files can be written at a path, before any work is done.
 
     Args:
         path: The directory.
-        own_files_pattern: Regular expression of the paths of such files below it; with `force`, a directory that holds nothing else
-            may be replaced.
-        force: Replace.
+        own_files_pattern: Regular expression that matches the relative paths of such files; with
+            `force`, a directory that holds nothing else may be replaced.
+        force: Replace an existing directory.
 
     Raises:
         UsageError: slug `wrong-usage`: it is an input, or holds one.
-        OutputError: slug `file-exists` without `force`; slug `cannot-write`: no directory, or it holds other files.
+        OutputError: slug `file-exists` without `force`; slug `cannot-write` if it is not a
+            directory or holds other files.
     """
     kind = _describe_file_type(path)
     if not kind:
@@ -331,13 +337,12 @@ def check_directory(path: Path, own_files_pattern: str, *, force: bool) -> None:
 def write_directory(
     path: Path, produce: Callable[[Path], None], own_files_pattern: str, *, force: bool
 ) -> list[Path]:
-    """Let `produce` fill a directory: beside its place first, then renamed, so that it is whole or
-    not there.
+    """Write a directory atomically: `produce` fills a temporary directory, which is then renamed.
 
     Args:
         path: The directory.
         produce: Writes files into the directory that it is given.
-        own_files_pattern: As for `check_directory`.
+        own_files_pattern: See `check_directory`.
         force: Replace a directory that holds nothing but such files.
 
     Returns:
@@ -359,10 +364,10 @@ def write_directory(
 
 
 def replace_directory(temporary_path: Path, path: Path) -> None:
-    """Put a whole directory into its place; what was there before is gone then, or still there.
+    """Rename a complete directory into place. If that fails, the previous directory is restored.
 
     Raises:
-        OSError: It cannot be put there.
+        OSError: It cannot be renamed.
     """
     old = make_temporary_path(path)
     with process.defer_signals():
@@ -371,7 +376,7 @@ def replace_directory(temporary_path: Path, path: Path) -> None:
                 path.rename(old)
             temporary_path.rename(path)
         except BaseException:
-            with suppress(OSError):  # what went wrong first is what counts
+            with suppress(OSError):  # report the first error, not that of the clean-up
                 if old.exists() and not path.exists():
                     old.rename(path)
             raise
@@ -380,7 +385,7 @@ def replace_directory(temporary_path: Path, path: Path) -> None:
 
 
 def compute_sha256(file: BinaryIO) -> str:
-    """SHA-256 of what follows in an open file, in hexadecimal."""
+    """Returns the SHA-256 of the rest of an open file, in hexadecimal."""
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
         digest.update(block)
@@ -391,7 +396,7 @@ MAX_CACHE_BYTES = 10 * 10**9
 
 
 def find_cache_directory() -> Path:
-    """The cache directory: `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
+    """Returns `TRACELOOM_CACHE_DIR`, else the user's cache directory."""
     override = os.environ.get("TRACELOOM_CACHE_DIR")
     if override:
         return Path(override)
@@ -401,8 +406,8 @@ def find_cache_directory() -> Path:
 
 
 def evict(directory: Path, cap_bytes: int) -> None:
-    """Drop the entries of a folder unused for longest until the rest fits; and what a killed
-    process left half made.
+    """Delete the least recently used entries of a folder until the rest fits, and leftovers of
+    killed processes.
     """
     entries = []
     with contextlib.suppress(OSError):
@@ -419,7 +424,7 @@ def evict(directory: Path, cap_bytes: int) -> None:
 
 
 def discard(entry: Path) -> None:
-    """Throw away whatever lies there."""
+    """Delete a file or a directory tree."""
     if entry.is_dir() and not entry.is_symlink():
         shutil.rmtree(entry, ignore_errors=True)
     else:

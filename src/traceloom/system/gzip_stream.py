@@ -1,5 +1,5 @@
-"""The bytes of a file, plain or gzip (told by content), in pieces; what is cut or corrupt ends them
-with a fault.
+"""Reading plain or gzip files (detected by content) in pieces up to the first damage, and writing
+them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from traceloom.system import files
 
 _RECOVERY_CHUNK_BYTES = 1 << 16
 _GZIP_MAGIC = b"\x1f\x8b"
-_GzipError: Any = IsalError  # its type stubs call it a value
+_GzipError: Any = IsalError  # the type stubs do not declare it as a class
 
 ProgressCallback = Callable[[int, int], None]
 
 
 class GzipStream:
-    """Iterates the unpacked bytes of a file.
+    """Iterates over the decompressed bytes of a file.
 
     Args:
         stream: The file.
@@ -31,16 +31,17 @@ class GzipStream:
 
     Attributes:
         packed: Whether the file is gzip.
-        read: Bytes read from the file; at a fault, those before it.
+        read: Bytes read from the file; after damage, the position of the damage.
         given: Bytes of text so far.
-        damage: After the last piece: what is wrong with the compressed data; empty when nothing is.
+        damage: After the last piece: the kind of damage of the compressed data; empty if there is
+            none.
     """
 
-    READ = 1 << 20  # compressed bytes that are read at once
-    PIECE = 1 << 22  # most bytes of text at once; less makes decoding in columns slower
-    # Deflate can expand 1032 times; made workloads of nearly equal nodes come near 200.
+    READ = 1 << 20  # compressed bytes per read
+    PIECE = 1 << 22  # max bytes of text per piece; smaller pieces slow down columnar decoding
+    # Deflate can expand 1032 times; generated workloads of nearly equal nodes reach about 200.
     MOST_EXPANSION = 500
-    BOMB_BYTES = 1 << 26  # of text; less is no bomb
+    BOMB_BYTES = 1 << 26  # text below this size is never treated as a bomb
 
     def __init__(self, stream: BinaryIO, step: ProgressCallback | None = None) -> None:
         self._stream = stream
@@ -52,7 +53,7 @@ class GzipStream:
 
     @property
     def fault(self) -> str:
-        """What is wrong with the compressed data, in words; empty when nothing is."""
+        """A sentence that describes the damage; empty if there is none."""
         if not self.damage:
             return ""
         if self.damage == "cut-gzip":
@@ -60,10 +61,10 @@ class GzipStream:
         return f"the gzip data is corrupt near byte {self.read} of the compressed file"
 
     def whole(self, max_bytes: int, file_kind: str, path: str | Path) -> bytes:
-        """All of the text up to `damage`; `file_kind` and `path` name the file in errors.
+        """Returns all of the text up to the damage; `file_kind` and `path` name the file in errors.
 
         Raises:
-            InputError: `gzip-bomb`: it has more bytes than that; `unreadable`.
+            InputError: `gzip-bomb`: it has more than `max_bytes` bytes; `unreadable`.
         """
         chunks = []
         try:
@@ -83,13 +84,12 @@ class GzipStream:
                 yield chunk
             return
         inflate = isal_zlib.decompressobj(31)
-        member = before = (
-            0  # where in the file the current member begins, and how much text came before it
-        )
+        # Offset of the current member in the file, and bytes of text before it.
+        member = before = 0
         for stored in self._stored(self.READ):
             remaining = stored
             while remaining:
-                if inflate.eof:  # another member, or zeros that fill up a block
+                if inflate.eof:  # another member follows, or zeros that pad a block
                     remaining = remaining.lstrip(b"\0")
                     if not remaining:
                         break
@@ -131,10 +131,10 @@ class GzipStream:
             chunk = self._stream.read(size)
 
     def _slowly(self, member: int, end: int, decoded: int) -> Iterator[bytes]:
-        """The text of a corrupt member beyond its first `decoded` bytes, up to the fault.
+        """Yields the text of a corrupt member beyond its first `decoded` bytes, up to the damage.
 
-        The fast decoder gives nothing of the piece in which it fails; zlib, fed byte by byte, gives
-        all before that.
+        The fast decoder returns nothing of the piece in which it fails; zlib, fed byte by byte,
+        returns everything before that.
         """
         if not self._stream.seekable():
             return
@@ -159,10 +159,10 @@ class GzipStream:
 
 
 def open_file(path: str | Path) -> BinaryIO:
-    """A file to read.
+    """Open a file for reading.
 
     Raises:
-        InputError: `unreadable` (missing, forbidden, a directory, a device).
+        InputError: `unreadable` (missing, access denied, a directory, a device).
     """
     try:
         return files.open_input(path)
@@ -171,7 +171,9 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def compress_output(produce: Callable[[BinaryIO], object]) -> Callable[[BinaryIO], None]:
-    """Writes the same content as `produce`, compressed; the same content gives the same bytes."""
+    """Returns a function that writes the output of `produce`, compressed; equal content gives equal
+    bytes.
+    """
 
     def pack(handle: BinaryIO) -> None:
         packed: Any = igzip.IGzipFile(
@@ -190,14 +192,13 @@ def write_gzip(
     force: bool = False,
     gzip: bool | None = None,
 ) -> int:
-    """Write a file, whole or not at all; returns its size in bytes. The same content gives the same
-    file.
+    """Write a file atomically and return its size in bytes. Equal content gives an equal file.
 
     Args:
         path: The file.
         produce: Writes its content.
         force: Overwrite an existing file.
-        gzip: Compress or not; None where the name ends in `.gz`.
+        gzip: Whether to compress; None: only if the name ends in `.gz`.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.

@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used."""
+"""Packages that import their public names on first use."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 
 class _LazyPackage(ModuleType):
-    """A package that loads its names on use; a submodule that is called like one of them does not
-    hide it.
+    """A package that imports its names on first use. A submodule with the same name as one of them
+    does not hide it.
     """
 
     _homes: Mapping[str, str | None]
@@ -35,11 +35,12 @@ class _LazyPackage(ModuleType):
 
 
 def lazy(package: str, homes: Mapping[str, str | None]) -> None:
-    """Let a package load names when they are first used; they are its `__all__` where it has none.
+    """Make a package import names on first use; they become its `__all__` if it has none.
 
     Args:
         package: Its `__name__`.
-        homes: Name -> module that defines it, relative to the package (`.kineto`) or absolute; None for a submodule.
+        homes: Name -> module that defines it, relative to the package (`.kineto`) or absolute; None
+            for a submodule.
 
     Example:
         >>> lazy(__name__, {"load": ".loading"})  # doctest: +SKIP

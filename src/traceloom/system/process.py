@@ -1,12 +1,10 @@
-"""This process: Ctrl-C and clean-up at exit, cores, garbage collector paused, memory given back.
+"""Control of this process: signals and clean-up at exit, CPU pinning, garbage collection, and
+memory.
 
-Unwinding by `KeyboardInterrupt` would do for most lines of a program, not for all: within an
-import, a callback or a destructor Python prints a traceback or swallows it, and other threads work
-on. So a command leaves from the signal's handler. Whoever makes something that must not outlive the
-command says how it is undone (`undone_on_leaving`).
-
-Where that thread sleeps on another core, waking it takes longer than a step of a few thousand rows
-does.
+Unwinding by `KeyboardInterrupt` is not reliable: within an import, a callback or a destructor
+Python prints a traceback or swallows it, and other threads go on. So a command exits from the
+signal handler, and code that creates something that must not outlive the command registers its
+clean-up (`clean_up_on_exit`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _pending_signals: list[int] = []
 
 
 def install_signal_handlers() -> None:
-    """From now on Ctrl-C and SIGTERM end this process in good order; where they are ignored they
+    """Make SIGINT and SIGTERM run the registered clean-up and end this process; ignored signals
     stay ignored.
     """
     for number in _SIGNALS:
@@ -40,8 +38,8 @@ def install_signal_handlers() -> None:
 
 @contextlib.contextmanager
 def clean_up_on_exit(undo: Callable[[], object]) -> Iterator[None]:
-    """Call `undo` should the process leave from within; it may be called before what it undoes is
-    done.
+    """Call `undo` if the process exits by a signal within this context, even if what it undoes is
+    not complete yet.
     """
     key = object()
     _exit_tasks[key] = undo
@@ -53,9 +51,9 @@ def clean_up_on_exit(undo: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[None]:
-    """Leave only after what is done inside, which is short.
+    """Delay an exit by a signal until the end of this context, which has to be short.
 
-    Processes that are started inside do not hear of it.
+    Processes started within it inherit the blocked signals.
     """
     before = block_signals()
     key = object()
@@ -71,8 +69,8 @@ def defer_signals() -> Iterator[None]:
 
 
 def block_signals() -> set[int] | None:
-    """Let neither this thread nor the processes that it starts hear of it; returns what was blocked
-    before.
+    """Block the exit signals for this thread and the processes that it starts; returns the previous
+    signal mask.
     """
     if not hasattr(signal, "pthread_sigmask"):
         return None
@@ -80,7 +78,7 @@ def block_signals() -> set[int] | None:
 
 
 def forget_in_child() -> None:
-    """In a forked process: what is to be undone is its parent's business."""
+    """Drop the clean-up tasks in a forked process: they are the parent's."""
     _exit_tasks.clear()
     _signal_holds.clear()
     for number in _SIGNALS:
@@ -95,7 +93,7 @@ def _exit_on_signal(number: int, _frame: Any) -> None:
     for signal_number in _SIGNALS:
         signal.signal(signal_number, signal.SIG_IGN)
     for undo in reversed(list(_exit_tasks.values())):
-        with contextlib.suppress(Exception):  # the next one counts as much
+        with contextlib.suppress(Exception):  # a failing task must not prevent the next one
             undo()
     with contextlib.suppress(OSError, AttributeError, ValueError):
         wipe = b"\r\x1b[K" if sys.stderr.isatty() else b""
@@ -107,25 +105,25 @@ def _exit_on_signal(number: int, _frame: Any) -> None:
 
 
 MAX_PINNED_EVENTS = 500_000
-"""Events whose analysis is small work; the steps of more are worth several cores."""
+"""Analyses of up to so many events are short enough to run on one core."""
 
 
 @contextlib.contextmanager
 def pin_to_one_core(events: int = 0) -> Iterator[None]:
-    """Keep all threads of this process on the core where it runs now, as long as what is inside
-    goes on.
+    """Keep all threads of this process on the current core within this context.
 
-    Processes that are started inside stay on it, too. Nothing happens where the system does not let
-    threads be kept.
+    Waking a thread on another core takes longer than an operation on a few thousand rows. Processes
+    started within the context stay on the core, too. Nothing happens if the system does not support
+    affinity.
 
     Args:
-        events: So many are worked on; of more than `MOST_EVENTS` nothing happens.
+        events: Number of events to analyse; above `MAX_PINNED_EVENTS` nothing happens.
     """
     tasks = Path("/proc/self/task")
     saved_affinity: dict[int, set[int]] = {}
     with contextlib.suppress(OSError, AttributeError, ValueError, IndexError):
         if events <= MAX_PINNED_EVENTS and len(os.sched_getaffinity(0)) > 1:
-            # Behind the name of the program, which may hold anything, it is the 37th field.
+            # The 37th field after the program name, which may contain any characters.
             core = int(Path("/proc/thread-self/stat").read_bytes().rpartition(b")")[2].split()[36])
             for thread in [int(task.name) for task in tasks.iterdir()]:
                 with contextlib.suppress(ProcessLookupError):  # it has ended since
@@ -142,7 +140,7 @@ def pin_to_one_core(events: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pause_gc() -> Iterator[None]:
-    """Look for no cycles meanwhile: for what makes many objects, and no cycles."""
+    """Disable cyclic garbage collection: for code that creates many objects and no cycles."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -152,24 +150,20 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-_MIN_TRIM_KIB = (
-    1 << 19
-)  # KiB of memory that a process never exceeded: it has nothing to give back that anyone would miss
+_MIN_TRIM_KIB = 1 << 19  # peak memory in KiB below which trimming is not worth its cost
 
 
 def trim_memory() -> None:
-    """Let the C library return the pages it keeps for later; nothing where it has no way to do so.
+    """Make the C library return free pages to the system, if it can.
 
-    What is freed between two blocks in use stays with the process otherwise: after a trace is read,
-    about a quarter of what it held. Small processes keep their pages: they will need them again,
-    and each costs time to come by.
+    Otherwise memory freed between blocks in use stays with the process: after reading a trace,
+    about a quarter of what it held. Small processes are skipped: they will need their pages again,
+    and each page fault costs time.
     """
     if sys.platform == "linux":
         import resource  # Windows has none
 
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < _MIN_TRIM_KIB:
             return
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # other C libraries have no such function
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has `malloc_trim`
             ctypes.CDLL(None).malloc_trim(0)

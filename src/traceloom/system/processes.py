@@ -1,6 +1,4 @@
-"""Processes that work beside this one: fresh interpreters, so that no script of the user's is run
-again.
-"""
+"""Worker processes: fresh interpreters, so that no user script is run again."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from typing import Any
 import traceloom
 from traceloom.system import process
 
-# `-I`: the current directory, which may be an archive of a stranger, has no say in what is
-# imported. Where this process imports from comes in the first line.
+# `-I`: nothing is imported from the current directory, which may be an untrusted archive. The import
+# path of this process comes in the first line.
 _BOOTSTRAP = (
     "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); first = json.loads(line); "
     "sys.path[:] = first['imports']; from importlib import import_module; import_module(first['main']).main()"
@@ -29,23 +27,24 @@ _BOOTSTRAP = (
 
 
 def count_cores() -> int:
-    """How many processes can work at once."""
+    """Returns how many processes can run in parallel."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class WorkerProcess:
-    """A process that runs `main()` of a module: jobs come in lines of JSON, and so do answers.
+    """A process that runs `main()` of a module: jobs and answers are lines of JSON.
 
     Args:
         main: The module.
-        threads: Of the libraries that it uses.
-        quiet: What it says of a fault of ours goes nowhere: the caller does the work again.
-        user: Number of the user who it runs as, which only root may choose: it reads what this user may read. Nothing
-            of this process's environment reaches it.
-        environment: Variables that it has beside those that every program needs; None: those of this process.
+        threads: Number of threads of its libraries.
+        quiet: Discard its stderr: the caller repeats failed work itself.
+        user: User id to run as (only root can set it), which limits the files that it can read. It
+            inherits nothing of this process's environment.
+        environment: Variables in addition to the minimum that every program needs; None: those of
+            this process.
 
     Raises:
-        OSError: There are no more processes to be had, or this user cannot run Python as it is installed.
+        OSError: No more processes can be created, or this user cannot run the installed Python.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class WorkerProcess:
             variables = bare
             identity = {"user": user, "group": _find_group(user), "extra_groups": (), "cwd": "/"}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _BOOTSTRAP, main],  # its name stands in lists of processes
+            [sys.executable, "-I", "-c", _BOOTSTRAP, main],  # `main` is shown in process lists
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else None,
@@ -80,29 +79,26 @@ class WorkerProcess:
         self.send({"main": main, "imports": imports})
 
     def send(self, job: dict[str, Any]) -> None:
-        """One more line for it."""
+        """Write one job as a line of JSON."""
         assert self._process.stdin is not None
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # it has ended already, which is seen where its answer is read
+        # If it has ended already, that is detected when its answer is read.
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(job) + "\n")
             self._process.stdin.flush()
 
     def answers(self) -> Iterator[dict[str, Any]]:
-        """What it says, until it ends."""
+        """Yields its answers, until it ends."""
         assert self._process.stdout is not None
         return map(json.loads, self._process.stdout)
 
     def kill(self) -> None:
-        """End it."""
+        """End it at once."""
         self._process.kill()
 
     def ended(self) -> int:
-        """Wait for its end; its exit code, negative where a signal ended it."""
-        with (
-            contextlib.suppress(BrokenPipeError),
-            self._process,
-        ):  # of a job that it did not read to its end
+        """Wait for its end and return its exit code, negative if a signal ended it."""
+        # Closing the pipe fails if it did not read its last job completely.
+        with contextlib.suppress(BrokenPipeError), self._process:
             self._process.wait()
         return self._process.wait()
 
@@ -112,29 +108,31 @@ def _find_group(user: int) -> int:
 
     try:
         return pwd.getpwuid(user).pw_gid
-    except KeyError:  # in a container users often have no name
+    except KeyError:  # in containers user ids often have no passwd entry
         return user
 
 
 class ProcessPool:
-    """Processes of one kind, which are used again, and ended together; threads may share them."""
+    """Worker processes of one kind, which are reused and ended together; threads may share the
+    pool.
+    """
 
     def __init__(self, main: str) -> None:
         self._main = main
         self._running: list[WorkerProcess] = []
         self._idle: list[WorkerProcess] = []
         self._stopped = False
-        self._lock = threading.RLock()  # a handler of signals may need it while this thread has it
+        self._lock = threading.RLock()  # a signal handler may need it while this thread holds it
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[WorkerProcess]:
-        """A process that has nothing to do, for what is done inside.
+        """Lends an idle process, started if necessary, for the duration of this context.
 
-        Ctrl-C in a terminal reaches all processes, but this one ends the others: call it with
+        Ctrl-C in a terminal reaches all processes, but this process ends the others: call it with
         signals blocked.
 
         Raises:
-            OSError: There are no more to be had, or all are to end.
+            OSError: No more processes can be created, or the pool was stopped.
         """
         with self._lock:
             if self._stopped:
@@ -147,21 +145,21 @@ class ProcessPool:
         self._idle.append(worker)
 
     def stop(self) -> None:
-        """End all that run, and let none begin."""
+        """Kill all processes, and start no more."""
         with self._lock:
             self._stopped = True
             for worker in self._running:
                 worker.kill()
 
     def ended(self) -> None:
-        """Wait for the end of all."""
+        """Wait until all have ended."""
         for worker in self._running:
             worker.ended()
 
 
 @contextlib.contextmanager
 def start_workers(main: str) -> Iterator[ProcessPool]:
-    """Processes that do not outlive what is done inside."""
+    """Lends a pool whose processes do not outlive this context."""
     started = ProcessPool(main)
     with process.clean_up_on_exit(started.stop):
         try:
@@ -173,10 +171,10 @@ def start_workers(main: str) -> Iterator[ProcessPool]:
 
 @contextlib.contextmanager
 def create_shared_directory() -> Iterator[Path]:
-    """A folder for what processes hand over, which does not outlive what is done inside.
+    """Lends a folder for data exchanged between processes, removed at the end of this context.
 
     Raises:
-        OSError: There is no room for it.
+        OSError: It cannot be created.
     """
     directory = Path(tempfile.gettempdir()) / f"traceloom-{os.urandom(8).hex()}"
     remove = partial(shutil.rmtree, directory, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""S3, gs, http inputs, copied in pieces.
+"""Inputs from S3, gs and HTTP, downloaded in chunks and cached.
 
-Only what the user named is fetched: one file of a web server, which may redirect within its own
-host alone; one object, or the objects below a prefix, of a store. What has not changed since it was
+Only what the user named is fetched: one file of a web server, with redirects within its own host
+only; one object, or the objects below a prefix, of a store. What has not changed since it was
 fetched is not fetched again.
 """
 
@@ -25,11 +25,11 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.system import files
 from traceloom.system.files import MAX_CACHE_BYTES, evict, find_cache_directory
 
-MAX_BYTES = MAX_CACHE_BYTES  # of one input
-MAX_FILES = 10_000  # below one prefix
+MAX_BYTES = MAX_CACHE_BYTES  # per input
+MAX_FILES = 10_000  # per prefix
 _MAX_DEPTH = 5  # levels below a prefix
 _CHUNK_BYTES = 1 << 20
-_STORE_CHUNK_BYTES = 1 << 24  # bytes that a store is asked for at once
+_STORE_CHUNK_BYTES = 1 << 24  # bytes per request to a store
 _SERVERS, _STORES = ("http", "https"), ("s3", "gs")
 _VERSIONS_FILE = "versions.json"
 _VERSION_HEADERS = ("ETag", "Last-Modified")
@@ -39,13 +39,13 @@ ProgressCallback = Callable[[int, int | None], object]
 
 
 class _RemoteFile(NamedTuple):
-    """A file that lies elsewhere.
+    """A file of a remote input.
 
     Attributes:
-        name: Where it goes, relative to the copy of the input.
-        size: Bytes, where that is known.
-        version: Another one for another content; empty where the server does not tell.
-        open: Begins to read it.
+        name: Its path relative to the copy of the input.
+        size: Bytes, if known.
+        version: Changes whenever the content does; empty if the server does not provide one.
+        open: Opens it for reading.
     """
 
     name: str
@@ -60,7 +60,9 @@ def fetch_inputs(
     cache: bool = True,
     report_progress: ProgressCallback | None = None,
 ) -> tuple[str, ...]:
-    """The paths with local copies of what lies elsewhere; errors as of `fetched`."""
+    """Returns the paths, with remote inputs replaced by their local copies; raises the errors of
+    `fetch_copy`.
+    """
     return tuple(
         str(fetch_copy(os.fspath(path), cache=cache, report_progress=report_progress))
         if files.is_address(path)
@@ -72,16 +74,17 @@ def fetch_inputs(
 def fetch_copy(
     url: str, *, cache: bool = True, report_progress: ProgressCallback | None = None
 ) -> Path:
-    """The local copy of a file or directory that lies elsewhere; `files.with_addresses` shows it as
-    it was named.
+    """Returns the local copy of a remote file or directory; `files.restore_addresses` maps it back
+    to its address.
 
     Args:
-        url: Where it lies.
-        cache: Take what was fetched before, where it has not changed.
-        report_progress: Called with the bytes so far and those of all that is fetched, where that is known.
+        url: Its address.
+        cache: Reuse an earlier copy that has not changed.
+        report_progress: Called with the bytes so far and the total, if known.
 
     Raises:
-        UsageError: `unknown-address` for any other kind of address; `no-fsspec`: the extra `remote` is not installed.
+        UsageError: `unknown-address` for any other kind of address; `no-fsspec`: the extra `remote`
+            is not installed.
         InputError: `unreadable`; `redirected` to another host; `too-large`; `cut-download`.
     """
     address, display_url = urlsplit(url), strip_secrets(url)
@@ -110,7 +113,7 @@ def fetch_copy(
                 remotes = [_RemoteFile("", size, version, lambda: response)]
             else:
                 remotes = [*_list_store(url)]
-        versions: Any = {}  # of what was fetched before
+        versions: Any = {}  # of the files fetched before
         with suppress(OSError, ValueError):
             versions = json.loads((copy / _VERSIONS_FILE).read_bytes()) if cache else {}
         versions = versions if isinstance(versions, dict) else {}
@@ -142,7 +145,7 @@ def fetch_copy(
 def _download(
     remotes: list[_RemoteFile], path: Path, display_url: str, report_progress: ProgressCallback
 ) -> None:
-    """Write files below `path`, each whole or not at all."""
+    """Write files below `path`, each atomically."""
     sizes = [remote.size for remote in remotes if remote.size is not None]
     total = sum(sizes) if len(sizes) == len(remotes) else None
     _check_size(sum(sizes), display_url)
@@ -166,15 +169,16 @@ def _download(
 
 
 def strip_secrets(url: str) -> str:
-    """An address as it may be shown: without user, password and query, which holds signatures."""
+    """Returns an address for display: without user, password and query, which may hold signatures."""
     return re.sub(r"://[^/@]*@", "://", url.partition("?")[0]).rstrip("/")
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of an address, and the path in it.
+    """Returns the fsspec file system of an address, and the path in it.
 
     Raises:
-        UsageError: `no-fsspec`: fsspec, or what it needs for such addresses, is not installed.
+        UsageError: `no-fsspec`: fsspec, or a package that it needs for such addresses, is not
+            installed.
     """
     try:
         from fsspec.core import url_to_fs
@@ -207,8 +211,8 @@ def _check_size(size: int, display_url: str) -> None:
 
 @contextmanager
 def _convert_errors(display_url: str) -> Iterator[None]:
-    """Say in a sentence what went wrong elsewhere, which may be any exception of a library that we
-    do not know.
+    """Convert remote errors, which may be any exception of an unknown library, into readable
+    messages.
     """
     try:
         yield
@@ -225,7 +229,7 @@ def _convert_errors(display_url: str) -> Iterator[None]:
 
 def _list_store(url: str) -> Iterator[_RemoteFile]:
     store, path = open_file_system(url)
-    store.invalidate_cache()  # what it listed in this process before may have changed
+    store.invalidate_cache()  # its cached listings may be outdated
     root_info = store.info(path)
     if root_info["type"] == "file":
         objects = {"": root_info}
@@ -261,11 +265,11 @@ _TIMEOUT_S = 60
 
 
 def open_remote(url: str, display_url: str) -> Any:
-    """The response of the server, of which the headers are read.
+    """Returns the response of the server after its headers have been read.
 
     Args:
-        url: The address; a user and a password in it go into a header.
-        display_url: The address as it may be shown.
+        url: The address; a user and a password in it are sent in a header.
+        display_url: The address for display.
 
     Raises:
         InputError: `redirected` to another host; `unreadable`: a directory, or the server refuses.
@@ -293,12 +297,12 @@ def open_remote(url: str, display_url: str) -> Any:
 
 
 class _SameHostRedirects(HTTPRedirectHandler):
-    """Follows a server within its own host, and from http to https."""
+    """Follows redirects within the same host, and from http to https."""
 
     def redirect_request(  # noqa: PLR0917
         self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> Any:
-        """The next request.
+        """Returns the next request.
 
         Raises:
             InputError: `redirected`.

@@ -1,4 +1,4 @@
-"""Text of strangers (names in traces, paths, hosts) that can only be read: nothing in it steers a
+"""Makes untrusted text (names in traces, paths, hosts) safe to print: nothing in it controls a
 terminal.
 """
 
@@ -12,12 +12,12 @@ from typing import TextIO
 # Control characters, and the invisible ones that reorder or hide text.
 _INVISIBLE = "\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]"
 UNSAFE = re.compile("[\x00-\x1f" + _INVISIBLE)
-"""What is spelled out, one character."""
-_UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f" + _INVISIBLE)  # without tabs and ends of lines
+"""Matches one character that is escaped."""
+_UNSAFE_IN_LINES = re.compile("[\x00-\x08\x0b-\x1f" + _INVISIBLE)  # without tabs and newlines
 
 
 def sanitize(text: str) -> str:
-    r"""The text in one line, every control or invisible character spelled out (`\x1b`)."""
+    r"""Returns the text in one line, with every control or invisible character escaped (`\x1b`)."""
     return UNSAFE.sub(_escape_character, text)
 
 
@@ -27,18 +27,19 @@ def _escape_character(match: re.Match[str]) -> str:
 
 
 class SanitizedStream(io.TextIOWrapper):
-    """A standard stream that spells out whatever could steer a terminal, whoever writes it.
+    """A standard stream that escapes all characters that could control a terminal, whoever writes
+    them.
 
     Args:
-        stream: The stream as Python made it.
+        stream: The stream as Python created it.
 
     Attributes:
-        steering: That stream, for who means to steer: colours, a line that is written again.
+        steering: That stream, for intended control sequences: colours, a line that is rewritten.
     """
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
-        # A letter that the terminal's encoding lacks, or a file name that is no text, is spelled,
-        # not a failure.
+        # Characters that the terminal's encoding lacks, and undecodable bytes of file names, are
+        # escaped instead of raising.
         stream.reconfigure(errors="backslashreplace")
         super().__init__(
             stream.buffer,
@@ -50,20 +51,18 @@ class SanitizedStream(io.TextIOWrapper):
         self.steering = stream
 
     def write(self, text: str) -> int:
-        """Write the text, made harmless; returns the number of characters that were asked for."""
+        """Write the sanitized text; returns the number of characters before sanitizing."""
         super().write(_UNSAFE_IN_LINES.sub(_escape_character, text))
         return len(text)
 
 
 def unwrap_stream(stream: TextIO) -> TextIO:
-    """The stream under a `HarmlessStream`, or the stream itself."""
+    """Returns the stream under a `SanitizedStream`, or the stream itself."""
     return stream.steering if isinstance(stream, SanitizedStream) else stream
 
 
 def sanitize_standard_streams() -> None:
-    """From now on, nothing that this process prints steers a terminal unless it asks for
-    `steering`.
-    """
+    """Wrap stdout and stderr, so that only writes to their `steering` can control a terminal."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):

@@ -1,6 +1,4 @@
-"""Where a service of the fleet is, and when a credential may be sent there; the standard library
-alone.
-"""
+"""The address of a fleet service, and whether credentials may be sent there; standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from traceloom.errors import InputError
 
 
 class ServiceAddress(NamedTuple):
-    """Where a service is: `https://host:port/prefix`; without TLS on loopback alone."""
+    """The address of a service: `https://host:port/prefix`; without TLS on loopback only."""
 
     host: str
     port: int
@@ -23,10 +21,11 @@ class ServiceAddress(NamedTuple):
 
     @classmethod
     def of(cls, url: str) -> ServiceAddress:
-        """Read a URL.
+        """Parse a URL.
 
         Raises:
-            InputError: `wrong-address`: it is no such URL, or leads over a network without TLS.
+            InputError: `wrong-address`: it is not such a URL, or is not on loopback and without
+                TLS.
         """
         try:
             parts = urlsplit(url)
@@ -54,11 +53,11 @@ class ServiceAddress(NamedTuple):
     def connection(
         self, timeout_s: float, tls: ssl.SSLContext | None = None
     ) -> http.client.HTTPConnection:
-        """A connection to it, which is made when something is asked.
+        """Returns a connection, which is opened by the first request.
 
         Args:
-            timeout_s: How long it may be silent.
-            tls: Whom to trust; None: whom the system trusts. Of no use without TLS.
+            timeout_s: Time-out of each socket operation.
+            tls: Trusted certificates; None: those of the system. Unused without TLS.
         """
         if not self.tls:
             return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)

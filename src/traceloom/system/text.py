@@ -1,8 +1,8 @@
-"""Text for encoders; patterns with words for a refusal.
+"""Text for encoders without lone surrogates, and readable messages of validation errors.
 
 Names of files and hosts need not be UTF-8, and JSON can hold halves of surrogate pairs. Python
-keeps both as lone surrogates, which neither UTF-8 nor Arrow has. Where such text comes in, or goes
-out, they become U+FFFD.
+keeps both as lone surrogates, which neither UTF-8 nor Arrow can represent. Where such text comes in
+or goes out, they become U+FFFD.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(text: str) -> str:
-    """The text without lone surrogates."""
+    """Returns the text with each lone surrogate replaced by U+FFFD."""
     return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def clean_json(value: Any) -> tuple[Any, int]:
-    """A JSON value without lone surrogates, and how many texts had any.
-
-    Keys that become equal: the last one counts.
+    """Returns a JSON value without lone surrogates, and how many texts had any. Of keys that become
+    equal, the last wins.
     """
     changed = 0
 
@@ -42,7 +41,7 @@ def clean_json(value: Any) -> tuple[Any, int]:
             waiting.append(inner)
         return inner
 
-    # Files of strangers nest deeper than calls do.
+    # Iterative, as untrusted files may nest deeper than the recursion limit.
     waiting: list[Any] = []
     result = cleaned(value)
     while waiting:
@@ -53,12 +52,12 @@ def clean_json(value: Any) -> tuple[Any, int]:
 
 
 def encode_utf8(text: str) -> bytes:
-    """The text as UTF-8."""
+    """Returns the text as UTF-8, without lone surrogates."""
     return replace_surrogates(text).encode("utf-8")
 
 
 def encode_json(value: Any) -> bytes:
-    """The value as JSON in UTF-8; integers stay integers."""
+    """Returns the value as JSON in UTF-8; integers stay integers."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -90,8 +89,8 @@ _PATTERN_DESCRIPTIONS = {
 
 
 def describe_refusal(refusal: str) -> str:
-    """A refusal of msgspec: where it is about comes first, and instead of a pattern stands what it
-    allows.
+    """Returns a message of msgspec with the path first, and patterns replaced by a description of
+    the allowed text.
     """
     for pattern, description in _PATTERN_DESCRIPTIONS.items():
         refusal = refusal.replace(f"`str` matching regex {pattern!r}", description)

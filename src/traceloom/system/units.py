@@ -1,6 +1,6 @@
-"""Numbers for people: durations, bytes, rates, shares; honest rounding.
+"""Formats numbers for people: durations, bytes, rates, shares.
 
-`units.js` has the same for the page.
+A share is never rounded to 0 or 100 %. `units.js` implements the same for the web page.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from math import floor
 from typing import Any
 
 UNKNOWN_TEXT = "–"
-"""Instead of a number that is not known."""
+"""Stands for an unknown number."""
 
-Scale = tuple[float, str]  # what a number is divided by, and the unit it then has
+Scale = tuple[float, str]  # divisor, and the unit after the division
 _PREFIXES = ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"), (1, ""))
 _SCALES: dict[str, tuple[Scale, ...]] = {
     "time": ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns")),
@@ -26,7 +26,7 @@ _SCALES: dict[str, tuple[Scale, ...]] = {
 
 
 def format_percent(fraction: float) -> str:
-    """A fraction in per cent, without the sign; never 0 or 100 unless it is exactly that."""
+    """Returns a fraction in per cent, without the sign; never 0 or 100 unless it is exactly that."""
     if fraction in (0, 1):
         return f"{fraction * 100:.0f}"
     if 0 < fraction < 0.001:
@@ -42,13 +42,13 @@ def _format_three_digits(value: float) -> str:
 
 
 def _format_scaled(value: float | None, unit: str) -> str:
-    """With the largest unit in which it is at least 1; `–` for None."""
+    """Returns a value in the largest unit in which it is at least 1; `–` for None."""
     if value is None:
         return UNKNOWN_TEXT
     factor, name = next(
         (scale for scale in _SCALES[unit] if abs(value) >= scale[0] * 0.9995), _SCALES[unit][-1]
     )
-    if factor == 1 and unit in ("time", "bytes"):  # means are rounded as the page rounds them
+    if factor == 1 and unit in ("time", "bytes"):  # round means as units.js does
         return f"{value if isinstance(value, int) else floor(value + 0.5)} {name}"
     return f"{_format_three_digits(value / factor)} {name}"
 
@@ -79,8 +79,8 @@ def format_byte_rate(value: float | None) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """A number without unit: whole ones as they are, others with three significant digits; None ->
-    `–`.
+    """Returns a number without unit: integers in full, others with three significant digits; None
+    -> `–`.
     """
     if value is None:
         return UNKNOWN_TEXT
@@ -90,7 +90,9 @@ def format_number(value: float | None) -> str:
 
 
 def format_share(part: float, total: float) -> str:
-    """A share in per cent that is never 0 % or 100 % unless it is exactly that; `–` of nothing."""
+    """Returns a share in per cent that is never 0 % or 100 % unless it is exactly that; `–` if
+    `total` is 0.
+    """
     return f"{format_percent(part / total)} %" if total else UNKNOWN_TEXT
 
 
@@ -129,9 +131,9 @@ _FORMATTERS: dict[str, Callable[[Any], str]] = {
     "byte_rate": format_byte_rate,
 }
 NUMERIC_UNITS = tuple(_FORMATTERS)
-"""The units of columns that hold numbers."""
+"""The units of numeric columns."""
 
 
 def format_value(value: Any, unit: str) -> str:
-    """A number with the unit of its column; `–` for None."""
+    """Returns a number formatted for the unit of its column; `–` for None."""
     return _FORMATTERS[unit](value) if value is not None else UNKNOWN_TEXT
