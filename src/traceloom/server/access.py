@@ -1,12 +1,12 @@
-"""Who asks (unix peer credentials, bearer token, client certificate) and how much they may: rate
-limiter, connection limit, body limit.
+"""Identity of callers (unix peer credentials, bearer token, client certificate), and their limits:
+request rate, connections, body size.
 
-Devices and the host are for everybody. Processes, jobs, cgroups and their series are for whose they
-are: over the unix socket the kernel says who asks.
+Devices and the host are visible to everybody. Processes, jobs, cgroups and their series are visible
+to their owner: over the unix socket the kernel provides the user id.
 
 Root, the user of the agent and the configured group see all of them. Over TCP a token `read` sees
-all but command lines and changes nothing; `all` sees and does all; who shows none sees the host,
-and that only over loopback.
+everything but command lines and changes nothing; `all` sees and does everything; without a token a
+caller sees only the host, and that only over loopback.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Visibility = Literal["all", "own", "host"]
 _SO_PEERGROUPS = (
     59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
 )
-_OWNER_LABELS = frozenset({"process", "job", "cgroup"})  # labels that say whose a series is
+_OWNER_LABELS = frozenset({"process", "job", "cgroup"})  # labels that identify a series' owner
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """The one who asks.
+    """The client of a request.
 
     `name` is for limits and the audit log; `uid` and `pid` are None over TCP.
     """
@@ -47,16 +47,18 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     uid: int | None = None
     pid: int | None = None
     acts: bool = False  # may pause counters and the like
-    commands: bool = False  # sees command lines of others
+    commands: bool = False  # sees command lines of other users
 
     @property
     def unlimited(self) -> bool:
-        """Whether limits of requests and connections do not hold: they protect root from others."""
+        """Whether the limits of requests and connections do not apply: they protect root from
+        others.
+        """
         return self.uid == 0
 
 
 def identify_unix_caller(connection: socket.socket | Any, group: str) -> Caller:
-    """Who is at the other end of a unix socket, as the kernel says.
+    """Returns the peer of a unix socket, from its kernel credentials.
 
     Args:
         connection: A connected socket, or asyncio's view of it.
@@ -80,10 +82,7 @@ def _is_member(connection: socket.socket | Any, gid: int, group: str) -> bool:
     try:
         group_id = grp.getgrnam(group).gr_gid
         groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * 65_536)
-    except (
-        KeyError,
-        OSError,
-    ):  # no such group; a kernel that does not say: then the first group alone counts
+    except (KeyError, OSError):  # no such group, or an old kernel: use the primary group only
         return False
     return group_id == gid or group_id in struct.unpack(f"{len(groups) // 4}I", groups)
 
@@ -91,22 +90,22 @@ def _is_member(connection: socket.socket | Any, gid: int, group: str) -> bool:
 def authenticate_tcp_caller(
     address: str, authorization: str, tokens: Sequence[Token], *, loopback: bool, certified: str
 ) -> Caller:
-    """Who is at the other end of a TCP connection.
+    """Returns the peer of a TCP connection.
 
     Args:
-        address: Where it comes from.
-        authorization: Its header.
-        tokens: Those that are configured.
-        loopback: Whether the agent listens to this host alone.
-        certified: The name in the client's certificate, which was verified; "" where none was asked for.
+        address: Its IP address.
+        authorization: Its `Authorization` header.
+        tokens: The configured tokens.
+        loopback: Whether the agent listens on loopback only.
+        certified: The name in the client's verified certificate; "" if none was required.
 
     Raises:
-        RequestError: `unknown-token`: a token is needed, or it is none of ours.
+        HttpError: `unknown-token`: a token is needed, or it is not a configured one.
     """
     scheme, _, secret = authorization.partition(" ")
     if scheme.lower() == "bearer":
         digest = hashlib.sha256(secret.strip().encode()).hexdigest()
-        # All are compared, so that the time tells nothing about which is near.
+        # Compare all of them, so that timing does not reveal a near match.
         matching = [token for token in tokens if hmac.compare_digest(token.sha256.lower(), digest)]
         if not matching:
             raise HttpError(
@@ -135,11 +134,11 @@ def authenticate_tcp_caller(
 
 
 AGENT_HINT = "`access.request_bytes` of agent.toml"
-_MAX_CALLERS = 4096  # that are remembered; those beyond are the ones that have been quiet longest
+_MAX_CALLERS = 4096  # the least recently seen are dropped
 
 
 class RateLimiter:
-    """A token bucket for each peer: it holds what two seconds bring, and a request takes a token."""
+    """A token bucket per peer: it holds the tokens of two seconds, and each request takes one."""
 
     def __init__(
         self,
@@ -153,13 +152,13 @@ class RateLimiter:
         self.clock = clock
         self.buckets: dict[
             str, tuple[float, float]
-        ] = {}  # peer -> tokens, when; the last to ask is last
+        ] = {}  # peer -> (tokens, time), least recently seen first
 
     def take(self, name: str) -> None:
         """Count a request of a peer.
 
         Raises:
-            RequestError: `too-many-requests`: it has none left.
+            HttpError: `too-many-requests`: no token is left.
         """
         now = self.clock()
         tokens, then = self.buckets.pop(name, (self.most, now))
@@ -179,8 +178,8 @@ class RateLimiter:
 
 
 class ConnectionLimiter:
-    """How many connections there are, in all and of each peer: one peer may have half of them; root
-    is not counted.
+    """Limits the connections in total and of each peer, who may have half of them; root is not
+    counted.
     """
 
     def __init__(self, access: Access) -> None:
@@ -188,10 +187,10 @@ class ConnectionLimiter:
         self.of: Counter[str] = Counter()
 
     def enter(self, peer: Caller) -> None:
-        """Count a connection.
+        """Count a new connection.
 
         Raises:
-            RequestError: `too-many-connections`.
+            HttpError: `too-many-connections`.
         """
         if not peer.unlimited and (
             self.of.total() >= self.most or self.of[peer.name] >= max(1, self.most // 2)
@@ -206,7 +205,7 @@ class ConnectionLimiter:
         self.of[peer.name] += not peer.unlimited
 
     def leave(self, peer: Caller) -> None:
-        """Its connection ended."""
+        """Count the end of a connection."""
         self.of[peer.name] -= not peer.unlimited
         if not self.of[peer.name]:
             del self.of[peer.name]
@@ -215,13 +214,13 @@ class ConnectionLimiter:
 async def read_limited_body(
     chunks: AsyncIterator[bytes], declared: str, max_bytes: int, hint: str = AGENT_HINT
 ) -> bytes:
-    """The body of a request, no longer than `max_bytes` bytes; `declared` is its Content-Length, or
-    "".
+    """Returns the body of a request of at most `max_bytes` bytes; `declared` is its Content-Length,
+    or "".
 
     Raises:
-        RequestError: `too-large`.
+        HttpError: `too-large`.
     """
-    body = bytearray()  # bytes would be copied with every chunk
+    body = bytearray()  # `bytes` would be copied for every chunk
     if not declared.isdecimal() or int(declared) <= max_bytes:
         async for chunk in chunks:
             body += chunk

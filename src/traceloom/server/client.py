@@ -1,4 +1,4 @@
-"""Asking the agent of this host, over its unix socket."""
+"""A client of this host's agent, over its unix socket."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from traceloom.errors import InputError
 
 
 class AgentClient:
-    """Asks an agent; one connection per question.
+    """Sends requests to an agent; one connection per request.
 
     Args:
         path: Its socket.
-        timeout_s: How long an answer may take.
+        timeout_s: Time-out of a response.
     """
 
     def __init__(self, path: Path, timeout_s: float = 10.0) -> None:
@@ -26,27 +26,27 @@ class AgentClient:
         self.timeout_s = timeout_s
 
     def get(self, route: str, **parameters: str) -> Any:
-        """What is at a route, as `status`.
+        """Returns the decoded response of a route such as `status`.
 
         Raises:
-            InputError: `no-agent`: nobody listens; the agent's own slug where it says no;
-                `agent-unclear`: what comes is no answer of an agent.
+            InputError: `no-agent`: nothing listens there; the agent's own slug if it refuses;
+                `agent-unclear`: it is not a response of an agent.
         """
         return self._ask("GET", route, parameters, None)
 
     def post(self, route: str, body: Mapping[str, Any]) -> Any:
-        """Tell it something; errors as of `get`."""
+        """Send a JSON body and return the decoded response; raises the errors of `get`."""
         return self._ask("POST", route, {}, json.dumps(body).encode())
 
     def delete(self, route: str) -> Any:
-        """Cancel something; errors as of `get`."""
+        """Send a DELETE request and return the decoded response; raises the errors of `get`."""
         return self._ask("DELETE", route, {}, None)
 
     def fetch(self, route: str, path: Path) -> None:
-        """Write what is at a route to a new file; errors as of `get`.
+        """Write the response of a route to a new file; raises the errors of `get`.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         with path.open("xb") as file:
             self._ask("GET", route, {}, None, file)
@@ -61,7 +61,7 @@ class AgentClient:
     ) -> Any:
         connection = _UnixConnection(self.path, self.timeout_s)
         query = f"?{urlencode(parameters)}" if parameters else ""
-        is_writing = False  # a full disk of this side is no fault of the agent's
+        is_writing = False  # a full disk on this side is not an error of the agent
         try:
             headers = {"Content-Type": "application/json"} if body else {}
             connection.request(method, f"/api/v1/{route}{query}", body, headers)
@@ -71,7 +71,7 @@ class AgentClient:
                     is_writing = True
                     to.write(chunk)
                     is_writing = False
-                if response.length:  # reading by pieces does not say that the end is missing
+                if response.length:  # reading in chunks does not detect a truncated body
                     raise http.client.IncompleteRead(b"", response.length)
                 return None
             text = response.read()
@@ -99,16 +99,16 @@ class AgentClient:
 
 
 def decode_answer(status: int, text: bytes, location: str, service_name: str = "agent") -> Any:
-    """The JSON of an answer.
+    """Returns the decoded JSON of a response.
 
     Args:
-        status: Of HTTP.
+        status: HTTP status.
         text: The body.
-        location: Who answered, in errors.
-        service_name: What answers there, a word.
+        location: Address of the service, for errors.
+        service_name: Kind of service, a word for errors.
 
     Raises:
-        InputError: Its own slug, where it refuses and says why; `agent-unclear`: it is no answer of ours.
+        InputError: The slug of its error response; `agent-unclear`: it is not a response of ours.
     """
     try:
         answer = json.loads(text)

@@ -1,10 +1,9 @@
-"""The listeners: a unix socket, and TCP where it is configured; uvicorn's HTTP protocol in the
-agent's own loop.
+"""HTTP listeners on a unix socket and, if configured, on TCP: uvicorn's protocol in the agent's own
+loop.
 
-uvicorn's server is left out: it takes the signals of the process and wakes ten times a second. Its
-protocol does not limit how long a client may take, so each connection has a deadline here: whenever
-it is the client's turn, to send a request or to take the answer, it has `access.seconds` for all of
-it.
+uvicorn's server is not used: it installs signal handlers and wakes up ten times a second. Its
+protocol does not limit how long a client may take, so each connection has a deadline here: the
+client has `access.seconds` to send a whole request, and to read a whole response.
 """
 
 from __future__ import annotations
@@ -50,12 +49,13 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Listener(Protocol):
-    """What the connections of one listener share.
+    """State shared by the connections of one listener.
 
     Attributes:
-        connections: Of all listeners.
-        seconds: For a client to send a request, or each megabyte of it, and to take the answer.
-        hint: What changes that.
+        connections: Limiter shared by all listeners.
+        seconds: Time for a client to send a request, or each megabyte of it, and to read the
+            response.
+        hint: The setting that changes it.
     """
 
     connections: ConnectionLimiter
@@ -63,16 +63,16 @@ class Listener(Protocol):
     hint: str
 
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
-        """Who connects, until a request says more."""
+        """Returns the caller as known from the connection alone."""
 
     def identify(
         self, transport: asyncio.BaseTransport, peer: Caller
     ) -> Callable[[Headers], object]:
-        """What tells from the headers of a request who asks."""
+        """Returns a function that identifies the caller from the headers of a request."""
 
 
 class AgentListener:
-    """A listener of the agent. `loopback`: None for the unix socket."""
+    """A listener of the agent. `loopback` is None for the unix socket."""
 
     hint = "`access.seconds` of agent.toml"
 
@@ -83,7 +83,9 @@ class AgentListener:
         self.seconds = access.seconds
 
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
-        """Who connects: over TCP only where from, until a request shows a token."""
+        """Returns the caller as known from the connection alone: over TCP only its address, until a
+        request shows a token.
+        """
         if self.loopback is None:
             return identify_unix_caller(transport.get_extra_info("socket"), self.access.group)
         return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
@@ -91,7 +93,7 @@ class AgentListener:
     def identify(
         self, transport: asyncio.BaseTransport, peer: Caller
     ) -> Callable[[Headers], Caller]:
-        """What tells from the headers of a request who asks."""
+        """Returns a function that identifies the caller from the headers of a request."""
         if self.loopback is None:
             return lambda _headers: peer
         certificate = transport.get_extra_info("peercert") or {}
@@ -107,8 +109,8 @@ class AgentListener:
             loopback=bool(self.loopback),
             certified=certified,
         )
-        # A page in a browser on this host can make a name of its own point here and read what needs
-        # no token.
+        # DNS rebinding: a web page in a browser on this host could point its own name here and read
+        # what needs no token.
         if peer.sees == "host" and not is_local_name(headers.get("host", "")):
             raise HttpError(
                 403, "that is not its name", slug="wrong-host", hint="use 127.0.0.1 or localhost"
@@ -117,7 +119,7 @@ class AgentListener:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a `Host` header is an address or `localhost`."""
+    """Whether a `Host` header is an IP address or `localhost`."""
     name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
     try:
         ipaddress.ip_address(name.strip("[]"))
@@ -127,8 +129,8 @@ def is_local_name(host: str) -> bool:
 
 
 class TimeoutHttpProtocol(H11Protocol):
-    """A connection: uvicorn's, with the peer in the state of each request, a deadline, and errors
-    as JSON.
+    """uvicorn's HTTP connection with the caller in the state of each request, a deadline, and
+    errors as JSON.
     """
 
     def __init__(self, door: Listener, *arguments: Any, **keywords: Any) -> None:
@@ -136,10 +138,10 @@ class TimeoutHttpProtocol(H11Protocol):
         self.door = door
         self.peer: Caller | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        self.received = 0  # bytes since a deadline was set anew
+        self.received = 0  # bytes since the deadline was reset
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, and start waiting for a request."""
+        """Count the connection, and start the deadline of its first request."""
         super().connection_made(transport)
         try:
             peer = self.door.peer(transport)
@@ -152,25 +154,25 @@ class TimeoutHttpProtocol(H11Protocol):
         self.wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it no more."""
+        """Release the connection from the limiter."""
         self.go_on()
         if self.peer is not None:
             self.door.connections.leave(self.peer)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request; when it is whole, it is the agent's turn."""
+        """Handle a part of a request; the deadline ends when the request is complete."""
         super().data_received(data)
         self.received += len(data)
         if not self.is_clients_turn():
             self.go_on()
-        elif self.received >= _CHUNK_BYTES:  # a large one has the time for each piece of it
+        elif self.received >= _CHUNK_BYTES:  # each chunk of a large request has its own deadline
             self.received = 0
             self.go_on()
             self.wait()
 
     def on_response_complete(self) -> None:
-        """The answer is handed over: it is the client's turn, to take it and to ask again."""
+        """Start the deadline for the client to read the response and to send the next request."""
         super().on_response_complete()
         if not self.flow.write_paused:
             self.go_on()
@@ -178,41 +180,41 @@ class TimeoutHttpProtocol(H11Protocol):
             self.wait()
 
     def pause_writing(self) -> None:
-        """The client does not take the answer as fast as it is written."""
+        """Start the deadline for a client that reads more slowly than the response is written."""
         super().pause_writing()
         self.go_on()
         self.wait()
 
     def resume_writing(self) -> None:
-        """It took most of it."""
+        """Cancel the deadline: the client has read most of the response."""
         super().resume_writing()
         if not self.is_clients_turn():
             self.go_on()
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP is refused like everything else."""
+        """Refuse malformed HTTP with a JSON error, as every other error."""
         self.refuse(HttpError(400, msg.rstrip("."), slug="wrong-request"))
 
     def is_clients_turn(self) -> bool:
-        """Whether a request is awaited, or the rest of it, or that an answer be taken, to however
-        many requests.
+        """Whether the server waits for the client: for a request, the rest of it, or for the client
+        to read a response.
         """
         return self.flow.write_paused or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     def wait(self) -> None:
-        """Give the client its time."""
+        """Start the client's deadline if it does not run yet."""
         if self.deadline is None:
             self.deadline = self.loop.call_later(self.door.seconds, self.give_up)
 
     def go_on(self) -> None:
-        """It is not waited for."""
+        """Cancel the client's deadline."""
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
 
     def give_up(self) -> None:
-        """The client took too long: it hears so where it only sends slowly, and is cut off where it
-        does not read.
+        """Handle an expired deadline: a client that sends slowly gets an error, one that does not
+        read is disconnected.
         """
         began = self.conn.their_state is h11.SEND_BODY or bool(self.conn.trailing_data[0])
         if (
@@ -229,7 +231,7 @@ class TimeoutHttpProtocol(H11Protocol):
             self.transport.close()
 
     def refuse(self, refusal: HttpError) -> None:
-        """Answer without the application, and close."""
+        """Send an error without the application, and close the connection."""
         body = msgspec.json.encode(
             ProblemResponse(
                 error=Problem(slug=refusal.slug, message=refusal.message, hint=refusal.hint)
@@ -252,8 +254,8 @@ class OpenListeners:
         self.tcp_address: tuple[str, int] | None = None
 
     async def close(self) -> None:
-        """Take no more connections, let answers that are on their way out for a second, and remove
-        the socket.
+        """Accept no more connections, wait up to a second for responses in progress, and remove the
+        socket.
         """
         for server in self.servers:
             server.close()
@@ -269,7 +271,7 @@ class OpenListeners:
 
 
 async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListeners:
-    """Listen on the unix socket, and on TCP where it is configured, until `close`.
+    """Listen on the unix socket, and on TCP if configured, until `close`.
 
     Raises:
         InputError: `tcp-without-tls`, `tcp-without-tokens`, `tls-unusable`, `wrong-config`.
@@ -312,8 +314,8 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
 
 
 def build_uvicorn_config(app: ASGIApp, seconds: float) -> UvicornConfig:
-    """What uvicorn's protocol is told: no signals, no logs, nothing of a proxy; `seconds` as of
-    `Door`.
+    """Returns the configuration of uvicorn's protocol: no signals, no logs, no proxy headers; for
+    `seconds` see `Listener`.
     """
     return UvicornConfig(
         app,
@@ -334,15 +336,18 @@ def build_uvicorn_config(app: ASGIApp, seconds: float) -> UvicornConfig:
 
 
 def build_tls_context(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext | None, bool]:
-    """TLS for the TCP listener, if it has a certificate, and whether it listens to this host alone.
+    """Returns the TLS context of the TCP listener, if it has a certificate, and whether it listens
+    on loopback only.
 
     Args:
         tcp: Its configuration.
-        asks: Whether the application asks everybody for a token, so that none need be configured.
+        asks: Whether the application requires a token of everybody, so that none need be
+            configured.
 
     Raises:
-        InputError: Others could come without TLS (`tcp-without-tls`) or without saying who they are
-            (`tcp-without-tokens`); `tls-unusable`: the certificate or key cannot be used.
+        InputError: Remote clients could connect without TLS (`tcp-without-tls`) or without
+            identification (`tcp-without-tokens`); `tls-unusable`: the certificate or key cannot be
+            used.
     """
     host, port = host_and_port(tcp.address)
     try:
@@ -401,12 +406,14 @@ def build_tls_context(tcp: Tcp, *, asks: bool = False) -> tuple[ssl.SSLContext |
 
 
 def bind_unix_socket(path: Path) -> tuple[socket.socket, int]:
-    """A bound unix socket that everybody may connect to, and the lock that says its agent lives.
+    """Returns a bound unix socket that everybody may connect to, and the lock that shows that its
+    agent runs.
 
-    The socket of a dead agent is replaced: the kernel dropped its lock.
+    The socket of a dead agent is replaced: the kernel has released its lock.
 
     Raises:
-        OutputError: `agent-runs`: another agent has it; `socket-unusable`: it cannot be made there.
+        OutputError: `agent-runs`: another agent has it; `socket-unusable`: it cannot be created
+            there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -433,7 +440,7 @@ def bind_unix_socket(path: Path) -> tuple[socket.socket, int]:
             path.unlink()
         listener.bind(str(path))
         path.chmod(0o666)
-        listener.listen()  # who sees it may connect at once, and is answered as soon as the agent is ready
+        listener.listen()  # early clients are queued until the agent is ready
     except OSError as error:
         listener.close()
         os.close(lock)

@@ -1,5 +1,5 @@
-"""The one HTTP error (`HttpError`: status, slug, message, hint, retry_after), its JSON body,
-exception -> response.
+"""The HTTP error (`HttpError`: status, slug, message, hint, retry time), its JSON body, and the
+responses of exceptions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from starlette.responses import Response
 from traceloom.errors import TraceloomError, nearest
 from traceloom.system.text import describe_refusal
 
-API_VERSION = 1  # which each path names
+API_VERSION = 1  # part of each path
 
 
 class HttpError(TraceloomError):
-    """A request that is not answered: `status` is that of HTTP; `retry_s`: when to come again,
-    where that helps.
+    """A request that fails with the HTTP status `status`; `retry_s`: seconds until a retry may
+    succeed, 0 if unknown.
     """
 
     exit_code = 3
@@ -35,7 +35,9 @@ class HttpError(TraceloomError):
 
 
 def other_api_version(path: str, service_name: str) -> HttpError | None:
-    """The refusal of a request whose path names another version of the API; None where it does not."""
+    """Returns the error for a request whose path has another version of the API; None if it does
+    not.
+    """
     version_match = re.match(r"/api/v([0-9]{1,9})/", path)
     if version_match is None or int(version_match[1]) == API_VERSION:
         return None
@@ -46,7 +48,7 @@ def other_api_version(path: str, service_name: str) -> HttpError | None:
 
 
 def make_bad_request(message: str) -> HttpError:
-    """The refusal of a request that is not as it has to be."""
+    """Returns the error (400, `wrong-request`) of an invalid request."""
     return HttpError(
         400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request"
     )
@@ -74,7 +76,7 @@ METRICS_PATH, DOCUMENT_PATH = "/metrics", "/api/v1/openapi.json"
 
 
 def build_error_response(refusal: HttpError) -> Response:
-    """The answer that says why there is none."""
+    """Returns the JSON response of an error."""
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -89,8 +91,8 @@ def build_error_response(refusal: HttpError) -> Response:
 def build_exception_handlers(
     paths: Sequence[str], service_name: str
 ) -> dict[Any, Callable[[Request, Exception], Response]]:
-    """What answers for errors: `paths` are those there are, `service_name` is whose defect one of
-    ours is.
+    """Returns the exception handlers of an application: `paths` are suggested for unknown routes,
+    `service_name` appears in the message of an internal error.
     """
 
     def no_route(request: Request, error: Exception) -> Response:

@@ -1,8 +1,4 @@
-"""`@route` at the handler.
-
-Reads query and body into Structs; role check, audit, `call()` for in-process callers; time
-arguments; OpenAPI 3.1 document.
-"""
+"""Decoding of request bodies, queries and times, and the OpenAPI 3.1 document of the routes."""
 
 from __future__ import annotations
 
@@ -27,10 +23,12 @@ Form = TypeVar("Form", bound=msgspec.Struct)
 async def decode_body(
     request: Request, kind: type[Form], max_bytes: int, hint: str = AGENT_HINT
 ) -> Form:
-    """The body of a request, of at most so many bytes; `hint`: what to do where it has more.
+    """Returns the decoded body of a request of at most `max_bytes` bytes; `hint` is for the error
+    of a larger one.
 
     Raises:
-        RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
+        HttpError: `too-large`, `wrong-request`; `too-slow`: the client disconnected before it was
+            complete.
     """
     from starlette.requests import ClientDisconnect
 
@@ -47,10 +45,10 @@ async def decode_body(
 
 
 def decode_query(request: Request, kind: type[Form]) -> Form:
-    """What stands behind the question mark.
+    """Returns the decoded query string.
 
     Raises:
-        RequestError: `wrong-request`.
+        HttpError: `wrong-request`.
     """
     try:
         return msgspec.convert(dict(request.query_params), kind, strict=False)
@@ -59,44 +57,44 @@ def decode_query(request: Request, kind: type[Form]) -> Form:
 
 
 def make_truncated_error() -> HttpError:
-    """The refusal of a request whose connection ended before it was whole."""
+    """Returns the error of a request whose connection ended before it was complete."""
     return HttpError(408, "the connection ended before the request did", slug="too-slow")
 
 
 class DescribedRoute(Protocol):
-    """What the document says of a route."""
+    """A route as the OpenAPI document describes it."""
 
     @property
     def path(self) -> str:
-        """With parts in braces."""
+        """The path, with parameters in braces."""
 
     @property
     def method(self) -> str:
-        """Of HTTP."""
+        """The HTTP method."""
 
     @property
     def summary(self) -> str:
-        """What it is for."""
+        """One line that describes the route."""
 
     @property
     def answer(self) -> type[msgspec.Struct] | None:
-        """None where it is no JSON, but `content`."""
+        """The type of a JSON response; None if the response has the type `content`."""
 
     @property
     def content(self) -> str:
-        """The type of an answer that is no structure."""
+        """The media type of a response that is not a Struct."""
 
     @property
     def body(self) -> type[msgspec.Struct] | None:
-        """What it takes."""
+        """The type of the request body."""
 
     @property
     def parameters(self) -> type[msgspec.Struct] | None:
-        """What may stand behind the question mark."""
+        """The type of the query parameters."""
 
     @property
     def refuses(self) -> tuple[int, ...]:
-        """Codes of its refusals, beside those of all."""
+        """Error statuses in addition to those of all routes."""
 
 
 STATUS_DESCRIPTIONS = {
@@ -117,7 +115,7 @@ def build_openapi_document(
     title: str = "Traceloom agent",
     description: str = "What devices and processes of a host do, and whose they are.",
 ) -> dict[str, Any]:
-    """The document of OpenAPI 3.1 for the routes with JSON, and `/metrics`."""
+    """Returns the OpenAPI 3.1 document of the routes."""
     kinds = {kind for route in routes for kind in (route.answer, route.body) if kind} | {
         ProblemResponse
     }
@@ -141,7 +139,7 @@ def build_openapi_document(
         }
     }
     for route in routes:
-        # Of the operation: its path, and its method where that is not the usual one
+        # The operation id is the path, with the method if that is not the usual one.
         path_parts = [
             part.strip("{}").partition(":")[0]
             for part in route.path.split("/")
@@ -212,17 +210,15 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE]\+?\d+)?")
 _MAX_TIME_NS = 2**62
-"""What lies beyond, or before the epoch, is asked for as this, or as the epoch: databases hold no
-more.
-"""
+"""Later times are clamped to this, and times before 1970 to 0: databases hold no others."""
 
 
 def parse_time(text: str, now_ns: int) -> int:
-    """A time in ns since the epoch: `10m` ago, seconds since the epoch, or ISO 8601 (UTC where it
-    says no zone).
+    """Parses a time in ns since the epoch: `10m` (ago), seconds since the epoch, or ISO 8601 (UTC
+    without a zone).
 
     Raises:
-        RequestError: `wrong-request`.
+        HttpError: `wrong-request`.
     """
     try:
         if match := _AGO.fullmatch(text):

@@ -1,4 +1,4 @@
-"""Settings of listeners: addresses, certificates, tokens, how much a peer may ask."""
+"""Settings of listeners: addresses, certificates, tokens, and limits of clients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from traceloom.errors import InputError
 
 
 class ConfigTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of the file."""
+    """A table of a configuration file; unknown keys are errors."""
 
 
 class Token(ConfigTable, frozen=True):
-    """Who may come over TCP: the SHA-256 of the token in hex, and what it may do: `read` or `all`."""
+    """A client over TCP: the SHA-256 of its token in hex, and its role: `read` or `all`."""
 
     sha256: str
     name: str
@@ -22,7 +22,7 @@ class Token(ConfigTable, frozen=True):
 
 
 class Tcp(ConfigTable, frozen=True):
-    """The TCP listener: none without `address`.
+    """The TCP listener, which is off without `address`.
 
     Beyond loopback it needs TLS, and tokens or client certificates.
     """
@@ -35,20 +35,20 @@ class Tcp(ConfigTable, frozen=True):
 
 
 class Access(ConfigTable, frozen=True):
-    """Who may see what over the unix socket, and how much."""
+    """Access and limits of clients of the unix socket."""
 
     group: str = ""  # sees all, as root does
-    requests_per_second: float = 200.0  # of one peer
+    requests_per_second: float = 200.0  # per peer
     connections: int = 256
     request_bytes: int = 1 << 20
-    seconds: float = 10.0  # for a client to send its request and take the answer
+    seconds: float = 10.0  # for a client to send its request, and to read the response
 
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """`127.0.0.1:9465` or `[::1]:9465`.
+    """Parses `127.0.0.1:9465` or `[::1]:9465`.
 
     Raises:
         InputError: `wrong-config`: it is neither.

@@ -1,10 +1,10 @@
-"""Made weeks of a fleet: jobs with their owners, captures and use of devices, and what is true of
-them.
+"""Generated weeks of a fleet: jobs with their owners, captures and device use, and the ground
+truth.
 
-The rows have the columns of the fleet's tables (docs/reference/fleet-tables.md). Whatever is
-planted is known apart from the rows: kernels that change on a day and why, device time of every job
-to the millisecond, hosts that are slow or out of reach. Only what is drawn by chance scatters:
-durations from job to job and from capture to capture.
+The rows have the columns of the fleet's tables (docs/reference/fleet-tables.md). Everything planted
+is known apart from the rows: kernels that change on a day and why, device time of every job to the
+millisecond, hosts that are slow or unreachable. Only durations are random, from job to job and from
+capture to capture.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import polars as pl
 _MINUTE_MS = 60_000
 _HOUR_MS = 60 * _MINUTE_MS
 _DAY_MS = 24 * _HOUR_MS
-_DEVICES = 4  # of a host; a job takes all of them
+_DEVICES = 4  # per host; a job uses all of them
 _LOST_HOST = (
     1,
     5 * _HOUR_MS + 17 * _MINUTE_MS + 13_250,
@@ -81,14 +81,14 @@ with its number.
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Who runs jobs: all of them alike, one after the other, on hosts of their own.
+    """A team that runs equal jobs, one after the other, on hosts of its own.
 
     Attributes:
         model: What their jobs train; names of jobs and kernels begin with it.
-        division, product, user, framework: Whose they are; "": nobody says it.
-        hosts: How many hosts they have.
-        busy: Share of the time of a device in which a job computes; the rest it holds the device idle.
-        kernels: How many kernels their program has.
+        division, product, user, framework: Owner of the jobs; "": unknown.
+        hosts: Number of hosts.
+        busy: Share of a job's device time in which it computes; the rest it holds the device idle.
+        kernels: Number of kernels of their program.
     """
 
     model: str
@@ -103,16 +103,16 @@ class Team:
 
 @dataclass(frozen=True, slots=True)
 class KernelChange:
-    """A kernel that takes another time from a day on.
+    """A kernel whose duration changes on a day.
 
     Attributes:
-        model: Whose.
+        model: The team's model.
         kernel: Number of the kernel in the program.
-        day: From which day on, counted from 0.
-        factor: How much longer it takes; for `shapes` how much more work larger shapes get.
-        cause: `code`: a new version of the program does it; `host`: jobs run on new hosts since, and those are slow;
-            `shapes`: each piece takes as long as before, but more have the larger shapes; `""`:
-            nothing that is kept.
+        day: First day of the change, counted from 0.
+        factor: Ratio of the durations; for `shapes` ratio of the work of larger shapes.
+        cause: `code`: a new version of the program; `host`: jobs run on new, slower hosts;
+            `shapes`: each piece takes as long as before, but more of them have the larger shapes;
+            `""`: nothing that is recorded.
     """
 
     model: str
@@ -127,8 +127,8 @@ TEAMS = (
     Team("assistant", "ads", "chat", "bo", "torch 2.13", busy=0.9, kernels=40),
     Team(
         "vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40
-    ),  # holds its devices and does nothing
-    Team("speech", "", "", "", "jax 0.7", hosts=1, kernels=40),  # nobody says whose
+    ),  # holds its devices idle
+    Team("speech", "", "", "", "jax 0.7", hosts=1, kernels=40),  # of unknown owner
 )
 CHANGES = (
     KernelChange("recommender", 0, 9, 10.0, "code"),
@@ -140,19 +140,21 @@ CHANGES = (
 
 @dataclass(frozen=True)
 class WeeksRecipe:
-    """What to make.
+    """Parameters of the generated weeks.
 
     Attributes:
         start: The first day.
-        days: How many.
-        teams: Who runs jobs.
-        changes: What changes.
-        slow_host: Position of a host on which all kernels take `slow_factor` as long; None: there is none.
-        slow_factor: The same.
-        scatter: Standard deviation of the logarithm of durations from job to job; half of it from capture to capture.
-        captures: Of each job.
-        usage_days: Of how many days, from the first on, the use of devices is made.
-        seed: Of chance.
+        days: Number of days.
+        teams: The teams that run jobs.
+        changes: The planted changes of kernels.
+        slow_host: Position of a host on which all kernels take `slow_factor` times as long; None:
+            no host.
+        slow_factor: See `slow_host`.
+        scatter: Standard deviation of the logarithm of durations from job to job; half of it from
+            capture to capture.
+        captures: Number of captures per job.
+        usage_days: Number of days, from the first on, with use of devices.
+        seed: Seed of the random numbers.
     """
 
     start: date = date(2026, 10, 5)
@@ -169,18 +171,18 @@ class WeeksRecipe:
 
 @dataclass
 class Weeks:
-    """Rows, and what is true of them.
+    """Generated rows, and the ground truth.
 
     Attributes:
-        recipe: What was made.
+        recipe: The parameters.
         tables: Rows by table: captures, devices, kernels, findings, jobs.
-        observed: What agents saw of devices: rows of `usage_minute` with `device_ms` as it was, not in whole
-            milliseconds that add up, and without the time in which a device's agent was out of
-            reach.
+        observed: Device use as agents observed it: rows of `usage_minute` with exact `device_ms`,
+            neither rounded to whole milliseconds nor with the time in which a device's agent was
+            unreachable.
         held_ms: Job -> device milliseconds that it held, in the days of usage.
-        busy_ms: Job -> those in which it computed.
+        busy_ms: Job -> device milliseconds in which it computed.
         free_ms: Device milliseconds that no job held, in the days of usage.
-        lost_ms: Device milliseconds out of reach.
+        lost_ms: Device milliseconds in which the agent was unreachable.
     """
 
     recipe: WeeksRecipe
@@ -192,12 +194,12 @@ class Weeks:
     lost_ms: int = 0
 
     def kernel(self, change: KernelChange) -> str:
-        """Name of the kernel that changes."""
+        """Returns the name of the kernel that changes."""
         return f"{change.model}_{_KERNELS[change.kernel % len(_KERNELS)][0].format(change.kernel)}"
 
     @property
     def hosts(self) -> list[str]:
-        """Names of all hosts, by position."""
+        """Returns the names of all hosts, by position."""
         return [
             f"host{index:02}"
             for index in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)
@@ -219,18 +221,18 @@ class _GeneratedJob:
 
 @dataclass(frozen=True, slots=True)
 class _DevicePiece:
-    """Time of a device in which nothing changes."""
+    """An interval of a device's time in which nothing changes."""
 
     host: int
     device: int
     start_ms: int
     end_ms: int
-    shares: dict[str, float]  # job -> its share of what the device computes
+    shares: dict[str, float]  # job -> its share of the device's computation
     busy: float
 
 
 def build_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
-    """Make weeks; the same recipe makes the same weeks."""
+    """Generate weeks; equal recipes give equal weeks."""
     weeks = Weeks(recipe or WeeksRecipe())
     chance = np.random.default_rng(weeks.recipe.seed)
     jobs = _create_jobs(weeks.recipe, chance)
@@ -240,8 +242,8 @@ def build_weeks(recipe: WeeksRecipe | None = None) -> Weeks:
 
 
 def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_GeneratedJob]:
-    """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may go on
-    beyond the weeks.
+    """Jobs of 2 to 9 hours, one after the other on each host, with pauses; the last may end after
+    the last day.
     """
     jobs, first = [], 0
     spare = sum(team.hosts for team in recipe.teams)
@@ -412,7 +414,7 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
 
 
 def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
-    """Pieces of time in which nothing changes on a device, then the minutes of each."""
+    """Split each device's time into intervals without changes, then into minutes."""
     until = weeks.recipe.usage_days * _DAY_MS
     lost_host, lost_from, lost_until = _LOST_HOST
     device_pieces: list[_DevicePiece] = []
@@ -458,7 +460,7 @@ def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
 
 
 def _build_usage_minutes(weeks: Weeks, device_piece: _DevicePiece) -> pl.DataFrame:
-    """What an agent sees of a piece of a device's time, by minutes."""
+    """Returns the rows by minute that an agent records of an interval of a device's time."""
     minute = (
         np.arange(device_piece.start_ms // _MINUTE_MS, -(-device_piece.end_ms // _MINUTE_MS))
         * _MINUTE_MS

@@ -1,5 +1,5 @@
-"""HostTraceBuilder: host traces written by hand, in the spelling of any version; pairs with planted
-truth.
+"""HostTraceBuilder: small host traces in the schema of any version, and pairs of host and device
+traces.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class _Node:
 
 
 class HostTraceBuilder:
-    """Adds ops one by one in the order in which they began; writes what PyTorch's observer would
-    have written.
+    """Adds ops one by one in the order in which they start; writes what PyTorch's observer would
+    write.
 
     Args:
         schema: One of HOST_SCHEMAS.
@@ -84,19 +84,19 @@ class HostTraceBuilder:
         outputs: Sequence[tuple[Any, Any, str]] = (),
         attributes: Sequence[tuple[str, Any]] = (),
     ) -> int:
-        """Add an op and give its id.
+        """Add an op and return its id.
 
         Args:
             name: Its name.
             thread: PyTorch's number of the thread, from 1.
-            parent: Id of the op around it; None for none.
-            record_id: Record function id; the next one where None.
+            parent: Id of the enclosing op; None for none.
+            record_id: Record function id; None: the next one.
             sequence: Autograd sequence number.
             forward_thread: Thread of the forward op.
             scope: Kind of record function.
             schema: Schema of the operator.
             inputs: (value, shape, type) of each.
-            outputs: The same.
+            outputs: (value, shape, type) of each.
             attributes: (name, value) beyond the known ones; only nested schemas have them.
         """
         if thread not in self._threads:
@@ -124,7 +124,7 @@ class HostTraceBuilder:
         return self._last_id
 
     def groups(self, groups: list[dict[str, Any]]) -> int:
-        """The list of process groups, as the observer writes it when it begins."""
+        """Add the list of process groups, as the observer writes it when it starts."""
         return self.op(
             "## process_group:init ##", scope=7, inputs=[(json.dumps(groups), [], "String")]
         )
@@ -132,7 +132,7 @@ class HostTraceBuilder:
     # -- the file -----------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[str]:
-        """The nodes as JSON text, in the order of the file: a node is written when it ends."""
+        """Returns the nodes as JSON text, in file order: a node is written when it ends."""
         children: dict[int, list[_Node]] = {}
         for node in [*self._threads.values(), *self._nodes]:
             children.setdefault(node.parent, []).append(node)
@@ -145,14 +145,16 @@ class HostTraceBuilder:
                 continue
             waiting.append((node, True))
             waiting += [(child, False) for child in reversed(children[node.id])]
-        # The observer writes a thread's node when the thread's first op begins.
+        # The observer writes a thread's node when the thread's first op starts.
         order.sort(key=lambda node: node.id not in {thread.id for thread in self._threads.values()})
         return [
             json.dumps(self._nested(node) if self.nested else self._flat(node)) for node in order
         ]
 
     def envelope(self) -> dict[str, Any]:
-        """What stands beside the nodes, in the order of the file; `finish_ts` behind them."""
+        """Returns the top-level entries other than the nodes, in the order of the file; `finish_ts`
+        comes last.
+        """
         return {
             "schema": self.schema,
             "pid": self._process,
@@ -162,7 +164,7 @@ class HostTraceBuilder:
         }
 
     def text(self, nodes: list[str] | None = None) -> str:
-        """The file as text; with other nodes where given."""
+        """Returns the file as text, with other nodes if given."""
         envelope = self.envelope()
         finish = envelope.pop("finish_ts")
         head = ", ".join(
@@ -172,14 +174,14 @@ class HostTraceBuilder:
         return f'{{\n  {head},\n  "nodes": [\n    {body}\n  ],\n  "finish_ts": {finish}\n}}\n'
 
     def write(self, path: str | Path) -> Path:
-        """Write the file, compressed where its name ends in .gz."""
+        """Write the file, compressed if its name ends in .gz, and return its path."""
         target = Path(path)
         data = self.text().encode()
         target.write_bytes(gzip.compress(data, 6, mtime=0) if target.name.endswith(".gz") else data)
         return target
 
     def build(self) -> HostTrace:
-        """What Traceloom reads from the file."""
+        """Returns the trace as Traceloom reads it from the file."""
         from traceloom.formats.host_trace import read_host_trace
 
         with tempfile.TemporaryDirectory() as directory:
@@ -251,12 +253,12 @@ class HostTraceBuilder:
 
 @dataclass(frozen=True, slots=True)
 class NestedOp:
-    """An op with what it calls.
+    """An op with the ops that it calls.
 
     Attributes:
         name: Its name.
         inside: The ops that it calls, on its own thread.
-        thread: PyTorch's number of the thread; only outermost ones count.
+        thread: PyTorch's number of the thread; used for outermost ops only.
     """
 
     name: str
@@ -272,15 +274,15 @@ def build_trace_pair(
     schema: str = HOST_SCHEMAS[-1],
     process: int = 4242,
 ) -> tuple[TraceBuilder, HostTraceBuilder]:
-    """A device trace of all iterations and a host trace of some of them, with the same ops.
+    """Returns a device trace of all iterations and a host trace of some of them, with the same ops.
 
-    Threads have other numbers in the device trace: 1 is the process id, n is 7000 + n.
+    Thread ids differ in the device trace: 1 is the process id, n is 7000 + n.
 
     Args:
-        iterations: Outermost ops of each, in the order in which they begin.
-        recorded: The iterations that the host trace is of.
-        keys: What joins them: `record function id`, `external id`, or `none`.
-        schema: Of the host trace.
+        iterations: Outermost ops of each, in the order in which they start.
+        recorded: The iterations that the host trace contains.
+        keys: The ids by which they are joined: `record function id`, `external id`, or `none`.
+        schema: Schema of the host trace.
         process: Process id of both.
     """
     device = TraceBuilder(device_name=None, process=process, generation="2024")
@@ -341,7 +343,7 @@ def _write(  # noqa: PLR0917
 
 
 def _compute_strides(shape: list[Any]) -> list[Any]:
-    """Of a tensor that lies in memory without gaps; of each in a list of shapes."""
+    """Returns the strides of a contiguous tensor; for a list of shapes those of each."""
     if any(isinstance(length, list) for length in shape):
         return [_compute_strides(part) for part in shape]
     strides, step = [], 1

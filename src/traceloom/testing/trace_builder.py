@@ -1,4 +1,4 @@
-"""TraceBuilder, spellings of every writer's generation."""
+"""TraceBuilder: small Kineto traces, in the format of every generation of writers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPY = re.compile(r"^Memcpy (\w+)(?: \((.+) -> (.+)\))?$")
 
 @dataclass(frozen=True)
 class Spelling:
-    """The words of one generation."""
+    """The names and formats of one generation of writers."""
 
     op: str = "cpu_op"
     annotation: str = "user_annotation"
@@ -42,7 +42,7 @@ class Spelling:
     cuspy: bool = False
 
     def event(self, event: dict[str, Any]) -> str:
-        """One entry of traceEvents as text."""
+        """Returns one entry of `traceEvents` as text."""
         fields = [f'"ph": {json.dumps(event["ph"])}']
         fields += [
             f'"{key}": {json.dumps(event[key])}'
@@ -61,18 +61,18 @@ class Spelling:
         return "{" + ", ".join(fields) + "}"
 
     def micros(self, ns: int) -> str:
-        """Nanoseconds as this generation writes microseconds."""
+        """Returns nanoseconds as this generation writes microseconds."""
         if not self.has_base:
             return str(ns // 1000)
         sign = "-" if ns < 0 else ""
         return f"{sign}{abs(ns) // 1000}.{abs(ns) % 1000:03d}"
 
     def call(self, name: str) -> str:
-        """The runtime call's name: hip for cuda on ROCm."""
+        """Returns the runtime call's name: `hip` instead of `cuda` on ROCm."""
         return re.sub(r"^cuda", "hip", name) if self.hip else name
 
     def launch_args(self, name: str, correlation: int) -> dict[str, Any]:
-        """Arguments of a runtime call."""
+        """Returns the arguments of a runtime call."""
         if self.hip:
             return {"cid": 1, "correlation": correlation} | (
                 {"kernel": name} if "Launch" in name else {}
@@ -83,8 +83,8 @@ class Spelling:
         return external | {"cbid": 211, "correlation": correlation}
 
     def kernel_args(self, device: int, stream: int, correlation: int | None) -> dict[str, Any]:
-        """Arguments of a kernel; without a correlation it is work of before the window (a number
-        nobody has).
+        """Returns the arguments of a kernel; without a correlation it gets an unused number, as
+        work launched before the window.
         """
         args: dict[str, Any] = {"device": device, "stream": stream}
         if self.hip:
@@ -100,7 +100,7 @@ class Spelling:
     def copy(
         self, name: str, size: int, device: int, stream: int, correlation: int | None
     ) -> tuple[str, dict[str, Any]]:
-        """A copy's name and arguments."""
+        """Returns a copy's name and arguments."""
         args = self.kernel_args(device, stream, correlation) | {"bytes": size}
         args.pop("kind", None)
         match = _COPY.match(name)
@@ -110,7 +110,7 @@ class Spelling:
         return "Memcpy", args | {"copy kind": kind, "src kind": source, "dst kind": target}
 
     def device(self, index: int, name: str) -> dict[str, Any]:
-        """One entry of deviceProperties."""
+        """Returns one entry of `deviceProperties`."""
         return {
             "id": index,
             "name": name,
@@ -155,7 +155,11 @@ _GENERATIONS = {
 
 
 def get_spelling(generation: str) -> Spelling:
-    """The words of a generation; UsageError for one that does not exist."""
+    """Returns the format of a generation.
+
+    Raises:
+        UsageError: There is no such generation.
+    """
     if generation not in _GENERATIONS:
         raise UsageError(
             f'expected a generation of writers ({", ".join(_GENERATIONS)}), got "{generation}"',
@@ -169,18 +173,18 @@ def _convert_to_ns(us: float) -> int:
 
 
 class TraceBuilder:
-    """Adds events one by one; writes the Kineto JSON that PyTorch would have written, or gives the
-    Trace.
+    """Adds events one by one; writes the Kineto JSON that PyTorch would have written, or returns
+    the Trace.
 
-    Times are microseconds (whole nanoseconds after the point). Every method returns the builder, so
-    calls chain.
+    Times are microseconds (with whole nanoseconds after the point). Methods that add events return
+    the builder, so that calls can be chained.
 
     Args:
         rank: Rank in `distributedInfo`; None leaves the whole entry out.
-        world_size: World size beside it.
+        world_size: World size in `distributedInfo`.
         device_name: Name of each device; None for a run without devices.
         devices: Number of visible devices.
-        generation: Which writer to imitate: 2021, 2022, 2023, 2024, 2026, cuspy or rocm.
+        generation: Writer to imitate: 2021, 2022, 2023, 2024, 2026, cuspy or rocm.
         host: Host name.
         process: Process id; the thread of the same number is the main thread.
         base_ns: `baseTimeNanoseconds` (generations since 2024; older ones have none).
@@ -231,9 +235,7 @@ class TraceBuilder:
         external_id: int | None = None,
         **args: Any,
     ) -> TraceBuilder:
-        """A framework operator, with the shapes of its inputs and its autograd sequence number
-        where given.
-        """
+        """A framework operator; its input shapes and autograd sequence number are optional."""
         extra_args: dict[str, Any] = {
             "External id": external_id if external_id is not None else self._next_id()
         }
@@ -269,7 +271,7 @@ class TraceBuilder:
         return self.annotation(f"ProfilerStep#{number}", start_us, duration_us, thread=thread)
 
     def mark(self, number: int, time_us: float, *, thread: int = 1) -> TraceBuilder:
-        """Our own mark: the step `number` starts here; the last mark closes the last step."""
+        """Traceloom's own mark: step `number` starts here; the last mark closes the last step."""
         return self.annotation(f"traceloom.step#{number}", time_us, 0.001, thread=thread)
 
     def python(
@@ -302,8 +304,8 @@ class TraceBuilder:
         flow: bool = True,
         **args: Any,
     ) -> TraceBuilder:
-        """A runtime (or driver) call; `correlation` joins it to the GPU work it submits; `flow`
-        starts its arrow.
+        """A runtime (or driver) call; `correlation` joins it to the GPU work that it launches;
+        `flow` starts its arrow.
         """
         category = self._spell.driver if driver else self._spell.runtime
         extra_args = self._spell.launch_args(name, correlation)
@@ -366,7 +368,7 @@ class TraceBuilder:
         device: int = 0,
         **args: Any,
     ) -> TraceBuilder:
-        """A kernel; without a correlation it is an orphan, launched before the recording began."""
+        """A kernel; without a correlation it is an orphan, launched before the recording."""
         extra_args = self._spell.kernel_args(device, stream, correlation)
         return self._work(self._spell.kernel, name, start_us, duration_us, extra_args | args)
 
@@ -381,7 +383,7 @@ class TraceBuilder:
         correlation: int | None = None,
         device: int = 0,
     ) -> TraceBuilder:
-        """A copy; the name as CUDA has it: `Memcpy HtoD (Pageable -> Device)`."""
+        """A copy, with a name such as `Memcpy HtoD (Pageable -> Device)`."""
         spelled, extra_args = self._spell.copy(name, bytes, device, stream, correlation)
         return self._work(self._spell.memcpy, spelled, start_us, duration_us, extra_args)
 
@@ -404,7 +406,7 @@ class TraceBuilder:
     def gpu_annotation(
         self, name: str, start_us: float, duration_us: float, *, stream: int = 7, device: int = 0
     ) -> TraceBuilder:
-        """The GPU twin of an annotation."""
+        """The GPU counterpart of an annotation."""
         return self._add(
             "X", "gpu_user_annotation", name, start_us, duration_us, device, stream, {}
         )
@@ -450,8 +452,8 @@ class TraceBuilder:
         """A `[memory]` event: negative bytes free; device types are torch's numbers (0 CPU, 1 CUDA,
         6 HIP ...).
 
-        Without `total_allocated` it is the sum of what was allocated on that device so far, in the
-        order of the calls.
+        `total_allocated` defaults to the sum of the allocations on that device so far, in the order
+        of the calls.
         """
         key = (device_type, device)
         self._allocated[key] = (
@@ -521,18 +523,18 @@ class TraceBuilder:
         return self
 
     def metadata(self, **entries: Any) -> TraceBuilder:
-        """Top-level entries of the file."""
+        """Set top-level entries of the file."""
         self._header |= entries
         return self
 
     # -- the result -------------------------------------------------------------------------------------------
 
     def events(self) -> list[str]:
-        """Each entry of `traceEvents` as JSON text."""
+        """Returns each entry of `traceEvents` as JSON text."""
         return [self._spell.event(event) for event in self._events]
 
     def header(self) -> dict[str, Any]:
-        """The top-level entries other than `traceEvents`."""
+        """Returns the top-level entries other than `traceEvents`."""
         header = dict(self._header)
         if self._info or self._groups:
             header["distributedInfo"] = self._info | (
@@ -543,7 +545,7 @@ class TraceBuilder:
         return header
 
     def text(self) -> str:
-        """The whole file."""
+        """Returns the whole file as text."""
         head = "".join(
             f"  {json.dumps(key)}: {json.dumps(value)},\n" for key, value in self.header().items()
         )
@@ -551,14 +553,14 @@ class TraceBuilder:
         return f'{{\n{head}  "traceEvents": [\n  {body}\n  ],\n  "traceName": "built.json"\n}}\n'
 
     def write(self, path: str | Path) -> Path:
-        """Write the file, gzip where the name ends so; give its path."""
+        """Write the file, compressed if its name ends in .gz, and return its path."""
         path = Path(path)
         data = self.text().encode()
         path.write_bytes(gzip.compress(data, 1, mtime=0) if path.name.endswith(".gz") else data)
         return path
 
     def build(self) -> Trace:
-        """The trace, read as any other file is read."""
+        """Returns the trace, read as any other file is read."""
         from traceloom.formats import read_kineto
 
         with tempfile.TemporaryDirectory() as directory:
