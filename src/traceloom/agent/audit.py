@@ -1,7 +1,7 @@
-"""Who changed something, or was refused: one line of JSON each, only ever appended.
+"""Audit log of changes and refusals: one line of JSON each, append-only.
 
-A full or read-only disk never stops the agent: what could not be written is counted, and said by
-the doctor.
+A full or read-only disk never stops the agent: lines that could not be written are counted, and
+reported by the doctor.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ from pathlib import Path
 
 import msgspec
 
-MAX_BYTES = 64 << 20  # then the file is put aside under the time of its end, never cut
+MAX_BYTES = 64 << 20  # then the file is renamed with a timestamp, never truncated
 
 
 class AuditLog:
     """Appends to the file; blocks, so it is called in a thread.
 
     Args:
-        path: The file; its directory is made.
+        path: The file; its directory is created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        self.trouble = ""  # why the last line could not be written; "" where it was
+        self.trouble = ""  # why the last line could not be written; "" if it was
 
     def write(self, actor: str, action: str, result: str, **details: object) -> None:
-        """Add a line.
+        """Append a line.
 
         Args:
             actor: As `uid 1000` or `token prometheus`.
-            action: What was asked for.
+            action: The requested action.
             result: `done`, or the slug of the refusal.
-            details: What else is worth knowing, as pid or target.
+            details: Further fields, such as pid or target.
         """
         entry = {"at_ns": time.time_ns(), "who": actor, "what": action, "result": result, **details}
-        line = (
-            msgspec.json.encode(entry, enc_hook=str) + b"\n"
-        )  # JSON escapes what could end a line
+        line = msgspec.json.encode(entry, enc_hook=str) + b"\n"  # JSON escapes newlines
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One write to a file opened for appending: lines of several threads never mix.
@@ -57,5 +55,5 @@ class AuditLog:
             self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
             return
         if size > MAX_BYTES:
-            with contextlib.suppress(OSError):  # tried again with the next line
+            with contextlib.suppress(OSError):  # retried with the next line
                 self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}"))

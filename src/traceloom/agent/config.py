@@ -1,4 +1,4 @@
-"""Agent.toml: settings, defaults, file locations, environment variables for jobs."""
+"""The settings of agent.toml with their defaults, and the locations of the agent's files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Paths(ConfigTable, frozen=True):
-    """Where the agent keeps things; "" takes the usual one: of the system for root, else of the
+    """Locations of the agent's files; "" means the default: of the system for root, else of the
     user (XDG).
     """
 
@@ -38,12 +38,12 @@ class Paths(ConfigTable, frozen=True):
     audit: str = ""
     kineto: str = ""  # directory of libkineto's sockets; a short name
     requests: str = ""
-    hangs: str = ""  # what is known of hangs, for the next start
-    traces: str = ""  # directory that profilers write below, and nowhere else
+    hangs: str = ""  # file of the known hangs, for the next start
+    traces: str = ""  # the only directory that profilers write into
 
 
 class Collect(ConfigTable, frozen=True):
-    """What is looked at, how often, and when it is given up.
+    """Collectors that run, their periods and time-outs.
 
     `periods`, `timeouts`: collector -> seconds.
     """
@@ -52,23 +52,25 @@ class Collect(ConfigTable, frozen=True):
     periods: dict[str, Seconds] = {}
     timeout: Seconds = 2.0
     timeouts: dict[str, Seconds] = {}
-    off: tuple[str, ...] = ()  # collectors that do not run
-    proc: str = "/proc"  # where the host's are mounted in a container
+    off: tuple[str, ...] = ()  # disabled collectors
+    proc: str = "/proc"  # where the host's /proc and /sys are mounted in a container
     sys: str = "/sys"
 
 
 class Accelerators(ConfigTable, frozen=True):
-    """Back ends, in order; empty: those that find devices. `scrape` are addresses of exporters."""
+    """Back ends, in order of priority; empty: all that find devices. `scrape`: addresses of
+    exporters.
+    """
 
     backends: tuple[str, ...] = ()
     scrape: tuple[str, ...] = ()
-    recorded: str = ""  # a file of samples
-    simulated: int = 0  # devices to make up
-    reference: str = "A100 SXM 80GB"  # device that reference-device seconds are counted in
+    recorded: str = ""  # file of samples to replay
+    simulated: int = 0  # number of simulated devices
+    reference: str = "A100 SXM 80GB"  # unit of reference-device seconds
 
 
 class Owners(ConfigTable, frozen=True):
-    """Where ownership is read, beside the environment of processes."""
+    """Sources of ownership in addition to the environment of processes."""
 
     kubelet: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
     job_mapping: str = (
@@ -80,7 +82,7 @@ class Owners(ConfigTable, frozen=True):
 
 
 class HistorySettings(ConfigTable, frozen=True):
-    """How long what was is kept."""
+    """How long values are kept."""
 
     interval: float = 10.0
     hours: float = 24.0
@@ -95,7 +97,7 @@ class Probes(ConfigTable, frozen=True):
 
 
 class Traces(ConfigTable, frozen=True):
-    """Traces on demand: what one may cost, and how much is kept."""
+    """Traces on demand: limits of their cost and of what is kept."""
 
     abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
     attach: bool = False  # also trace processes that were not prepared: their main thread is stopped, and runs our text
@@ -105,12 +107,12 @@ class Traces(ConfigTable, frozen=True):
     wait: float = 120.0  # for a process to be ready: to register, to step, to end its own profile
     most_file_mb: float = 2000.0
     most_mb_per_user: float = 10_000.0
-    most_requests_per_user: int = 16  # that run at a time
+    most_requests_per_user: int = 16  # that run concurrently
     keep_days: float = 7.0
 
 
 class FleetLink(ConfigTable, frozen=True):
-    """The fleet's service that this host belongs to: none without `server`.
+    """The fleet service of this host; none without `server`.
 
     Beyond loopback it needs https.
     """
@@ -122,14 +124,14 @@ class FleetLink(ConfigTable, frozen=True):
 
 
 class Hangs(ConfigTable, frozen=True):
-    """Jobs that make no steps any more: when that is a hang, and what is kept of one."""
+    """Jobs that stop making steps: when that is a hang, and what is kept of one."""
 
     watch: bool = True
     bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
     steps: float = 10.0  # no step for so many of the process's median steps
     least: Seconds = 60.0  # and at least for so long
     busy: Seconds = (
-        1800.0  # for so long a job that works without steps (checkpoint, evaluation) does not hang
+        1800.0  # a job that works without steps (checkpoint, evaluation) does not hang for so long
     )
     every: Seconds = 3600.0  # between two bundles of a job
     most_mb: float = 100.0  # of a bundle
@@ -145,7 +147,7 @@ class Otlp(ConfigTable, frozen=True):
     timeout: float = 10.0
 
 
-# Labels of the owner of a process, by which every rule can be narrowed beside the labels of its
+# Labels of a process's owner, by which every rule can be filtered in addition to the labels of its
 # metric.
 OWNER_LABELS = ("job", "rank", "user", "account", "namespace", "pod", "framework")
 
@@ -185,7 +187,7 @@ class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
                 )
 
     def labels(self) -> tuple[str, ...]:
-        """What `where` may name."""
+        """The labels that `where` may name."""
         return OWNER_LABELS
 
 
@@ -229,7 +231,7 @@ class MetricRule(TriggerRule, frozen=True, kw_only=True, tag="metric"):
         super().__post_init__()
 
     def labels(self) -> tuple[str, ...]:
-        """Those of the metric, and of owners."""
+        """The labels of the metric, and of owners."""
         return tuple(
             dict.fromkeys((*METRICS[self.metric.removeprefix(PREFIX)].labels, *OWNER_LABELS))
         )
@@ -269,12 +271,12 @@ AnyRule = MetricRule | OomKillRule | XidRule | HangRule | StepRegressionRule | C
 
 
 class TriggerBudget(ConfigTable, frozen=True):
-    """What all traces that nobody asked for may cost together, in any 24 hours."""
+    """Limits of all triggered traces together, in any 24 hours."""
 
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01  # of the time of a process
-    mb_per_day: Annotated[float, msgspec.Meta(gt=0)] = 5000.0  # of the host
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01  # of a process's time
+    mb_per_day: Annotated[float, msgspec.Meta(gt=0)] = 5000.0  # for the whole host
     mb_per_trace: Annotated[float, msgspec.Meta(gt=0)] = (
-        200.0  # of each file; set aside until it is measured
+        200.0  # reserved for each file until its size is known
     )
 
 
@@ -305,7 +307,7 @@ class Config(ConfigTable, frozen=True):
 
     @property
     def host_name(self) -> str:
-        """What this host is called in everything published."""
+        """The name of this host in everything published."""
         return self.host or socket.gethostname()
 
 
@@ -316,7 +318,8 @@ def load(path: str | os.PathLike[str]) -> Config:
     """Read `agent.toml`.
 
     Raises:
-        InputError: `unreadable`; `wrong-config`: not TOML, an unknown key or a value of another type, with its path.
+        InputError: `unreadable`; `wrong-config`: not TOML, an unknown key or a value of another
+            type, with its path.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -326,10 +329,11 @@ def load(path: str | os.PathLike[str]) -> Config:
 
 
 def parse_document(text: str, kind: type[Document], path: str) -> Document:
-    """A document of TOML; `path` says where it stands, in errors.
+    """Parse and validate a TOML document; `path` names it in errors.
 
     Raises:
-        InputError: `wrong-config`: not TOML, an unknown key or a value of another type, with its path.
+        InputError: `wrong-config`: not TOML, an unknown key or a value of another type, with its
+            path.
     """
     try:
         document = tomllib.loads(text)
@@ -378,7 +382,9 @@ def _refuse_unknown(
 def _iterate_tables(
     value: Any, kind: Any
 ) -> Iterator[tuple[dict[str, Any], dict[str, type[msgspec.Struct]]]]:
-    """The tables in a value of a key, each with what it may be, by its tag; "" where it has none."""
+    """Yields the tables in a value of a key, each with its possible types by tag; "" if it has
+    none.
+    """
     inner = value if isinstance(value, list) else [value]
     members = get_args(kind)[0] if isinstance(value, list) and get_args(kind) else kind
     structs = [
@@ -391,8 +397,8 @@ def _iterate_tables(
 
 
 class AgentPaths(msgspec.Struct, frozen=True):
-    """Where the agent of this user keeps its files, and the directories of libkineto's sockets and
-    of traces.
+    """Locations of this user's agent: its files, and the directories of libkineto's sockets and of
+    traces.
     """
 
     socket: Path
@@ -405,15 +411,15 @@ class AgentPaths(msgspec.Struct, frozen=True):
 
     @property
     def triggers(self) -> Path:
-        """The database of what triggers have spent, beside that of requests."""
+        """The database of trigger charges, next to that of requests."""
         return self.requests.with_name("triggers.db")
 
 
 def resolve_paths(config: Config) -> AgentPaths:
-    """The locations of an agent of this user: the system's for root, else XDG's.
+    """Returns the locations of this user's agent: the system's for root, else XDG's.
 
-    What is not named lies beside the socket or the history that is, so that two agents do not share
-    it.
+    Unnamed locations are next to a configured socket or history, so that two agents do not share
+    them.
     """
     if os.geteuid() == 0:
         run, state, log = (
@@ -444,7 +450,7 @@ def resolve_paths(config: Config) -> AgentPaths:
 
 
 def get_default_path() -> Path:
-    """Where `agent.toml` is looked for when none is named."""
+    """Returns the default location of `agent.toml`."""
     if os.geteuid() == 0:
         return Path("/etc/traceloom/agent.toml")
     return Path(

@@ -1,12 +1,12 @@
-"""Builds the parts, starts and stops them in order, the tick, signals, audit log.
+"""The agent's main object: builds the parts, starts and stops them in order, and handles ticks and
+signals.
 
-collect/ ─┐
-    accelerators/ ─┼─► board.py (the latest of everything) ─► publish/ · http/
-    owners/ ─┘              └─► history.py (what was)
+Collectors, including those of accelerators and owners, deliver readings to the snapshot
+(snapshot.py), the latest value of everything. Publishers and HTTP handlers read it, and the history
+(history.py) keeps its values over time.
 
-One asyncio loop answers from memory. What waits for a device or a disk runs in a thread of its own;
-what computes long runs in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or
-torch.
+One asyncio loop answers from memory. Whatever waits for a device or a disk runs in a thread; long
+computations run in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or torch.
 """
 
 from __future__ import annotations
@@ -75,26 +75,26 @@ from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
 _FORGET_AFTER_S = 600.0
-_TRIGGER_INTERVAL_S = 1.0  # between looks at the rules
+_TRIGGER_INTERVAL_S = 1.0  # between evaluations of the rules
 _AFTER_DEFECT_S = 60.0
-_LAST_TICK_S = 5.0  # that a disk has for it when the agent ends
-_MAX_READING_S = 300.0  # for a trace that a job is to be judged by
-_MAX_JOBS = 1024  # whose traces are remembered
-_MAX_STACK_REQUESTS = 8  # at once; each looks at every process of a job
-_MAX_REPORTING_PROCESSES = 4096  # processes that are looked at because they report steps
+_LAST_TICK_S = 5.0  # time-out of the last write when the agent ends
+_MAX_READING_S = 300.0  # time-out for reading the facts of a trace
+_MAX_JOBS = 1024  # jobs whose traced facts are kept
+_MAX_STACK_REQUESTS = 8  # concurrent; each examines every process of a job
+_MAX_REPORTING_PROCESSES = 4096  # processes examined because they report steps
 
 
 class Agent:
-    """The agent of a host, or of a user. It lives in one asyncio loop; everything of it is called
+    """The agent of a host, or of a user. Runs in one asyncio loop; all its methods are called
     there.
 
     Args:
-        config: What it is told.
-        locations: Where its files are.
+        config: The configuration.
+        locations: Locations of its files.
 
     Raises:
-        InputError: `other-version`: a database has another schema; `wrong-config`: a collector is named that there is
-            not.
+        InputError: `other-version`: a database has another schema; `wrong-config`: it names an
+            unknown collector.
     """
 
     def __init__(self, config: Config, locations: AgentPaths) -> None:
@@ -168,7 +168,7 @@ class Agent:
             ),
         )
         self.kineto: KinetoSockets | None = None  # while it runs
-        self.job_facts: dict[str, TracedFacts] = {}  # what the last trace of each job tells
+        self.job_facts: dict[str, TracedFacts] = {}  # facts of the last trace of each job
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
         self._started_ns = time.time_ns() - time.clock_gettime_ns(
@@ -187,15 +187,15 @@ class Agent:
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
         self._looking = asyncio.Lock()
-        self._stack_questions = 0  # that are answered or wait
+        self._stack_questions = 0  # requests for stacks in progress or waiting
         self._stop = asyncio.Event()
         self._ticked = time.monotonic()
 
     async def run(self, ready: Callable[[], Awaitable[None] | None] = lambda: None) -> None:
-        """Run until `stop` or a signal; `ready` is called when everything listens.
+        """Run until `stop` or a signal; `ready` is called when all sockets listen.
 
         Raises:
-            TraceloomError: An address or a socket cannot be had, or the configuration is not safe.
+            TraceloomError: An address or a socket is unavailable, or the configuration is not safe.
         """
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
@@ -248,13 +248,13 @@ class Agent:
             await self._tick_until_stopped(guard)
 
     def stop(self) -> None:
-        """End in order."""
+        """Shut down in order."""
         self._stop.set()
 
-    # What the HTTP interface asks.
+    # AgentInterface, used by the HTTP handlers.
 
     def status(self) -> StatusAnswer:
-        """How the agent fares."""
+        """Returns the state of the agent and its parts."""
         collectors = [
             CollectorAnswer(
                 name=state.name,
@@ -296,17 +296,17 @@ class Agent:
         )
 
     async def doctor(self) -> list[Check]:
-        """What works here and what does not."""
-        idle = self.triggers.trouble()  # which is the loop's to say
+        """Returns what works here and what does not."""
+        idle = self.triggers.trouble()  # must be called in the loop
         return await asyncio.get_running_loop().run_in_executor(
             self._reading, lambda: checks.examine_agent(self, idle)
         )
 
     async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
-        """What was.
+        """Returns the history of a metric.
 
         Raises:
-            RequestError: The metric has no such label.
+            HttpError: The metric has no such label.
         """
 
         def seen(name: str, points: list[Points]) -> list[Points]:
@@ -343,16 +343,16 @@ class Agent:
         ]
 
     async def pause(self, seconds: float) -> list[str]:
-        """Let go of the hardware counters for so long; the back ends that did."""
+        """Release the hardware counters for `seconds`; returns the back ends that did."""
         loop = asyncio.get_running_loop()
         paused = await loop.run_in_executor(None, self.accelerators.pause, seconds)
         return [back_end.name for back_end in self.accelerators.back_ends] if paused else []
 
     async def learn(self, job: str, path: str, user: int) -> TracedFacts:
-        """Take from a trace of a job what only a trace tells; `user` must be able to read it.
+        """Read facts about a job from a trace of it; `user` must be able to read the file.
 
         Raises:
-            RequestError: It cannot be read, or another one is being read.
+            HttpError: It cannot be read, or another one is being read.
         """
         if not self._analysing.acquire(blocking=False):
             raise HttpError(429, "another trace is being read", slug="busy", retry_s=5)
@@ -368,11 +368,11 @@ class Agent:
         return facts
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
-        """What all threads of processes do now, as `grouping.grouped`; one question after the
-        other.
+        """Returns the current stacks of processes grouped as in `group_stacks`; one request at
+        a time.
 
         Raises:
-            RequestError: `busy`: several wait already.
+            HttpError: `busy`: several requests wait already.
         """
         if self._stack_questions >= _MAX_STACK_REQUESTS:
             raise HttpError(429, "others are looked at", slug="busy", retry_s=5)
@@ -380,8 +380,8 @@ class Agent:
         try:
             async with self._looking:
                 stack_dumps = await collect_stacks(processes, native=native)
-                # A wait inside C++ looks like the Python that called it: the flight recorder tells,
-                # where it is on.
+                # Python stacks do not show a wait inside C++; the flight recorder does, if it is
+                # on.
                 waits = await find_collective_waits(processes)
         finally:
             self._stack_questions -= 1
@@ -390,9 +390,9 @@ class Agent:
         )
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
-        """Steps that a process reports."""
+        """Count steps that a process reports."""
         process = next((row for row in self.board.processes.values() if row.pid == pid), None)
-        if process is None:  # it has begun since processes were looked at; its next report counts
+        if process is None:  # started after the last scan of processes; its next report counts
             if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
                 self.processes.reporting = self.processes.reporting | {pid}
             return
@@ -405,10 +405,10 @@ class Agent:
         )
 
     def environment(self, uid: int) -> dict[str, str]:
-        """The variables that prepare a job of a user.
+        """Returns the variables that prepare a job of a user.
 
         Raises:
-            RequestError: `socket-unusable`: its directory cannot be made.
+            HttpError: `socket-unusable`: its directory cannot be created.
         """
         if self.kineto is None or self.kineto.trouble:
             reason = self.kineto.trouble if self.kineto is not None else "it begins only now"
@@ -424,7 +424,7 @@ class Agent:
     def acts(
         self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
     ) -> None:
-        """Note in the audit log who changes something, or was refused."""
+        """Write an action or a refusal to the audit log."""
         result = "done" if allowed else "not-allowed"
         self._writing.submit(self.audit.write, actor, route, result, pid=pid, **details)
 
@@ -432,10 +432,10 @@ class Agent:
         """Count a request."""
         self._requests[route, str(code)] += 1
 
-    # Inside.
+    # Internal.
 
     def _polled(self, client: ProfilerClient) -> None:
-        """A process that polls matters, whether it is known to use a framework or not."""
+        """Mark a polling process as relevant, even if no framework was detected in it."""
         if client.key in self.board.processes or client.pid in self.processes.reporting:
             return
         if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
@@ -463,7 +463,7 @@ class Agent:
                     self.step_counts.count(steps_taken, owner.job, owner.rank)
         self.history.keep(
             self.board, time.time_ns()
-        )  # at the pace of the collectors, also while they are quick
+        )  # at the period of the collectors, even while they are fast
 
     async def _tick_until_stopped(self, guard: SocketJanitor) -> None:
         loop = asyncio.get_running_loop()
@@ -518,13 +518,13 @@ class Agent:
                 await asyncio.sleep(_AFTER_DEFECT_S)
 
     def _steady_ns(self) -> int:
-        """Nanoseconds since the epoch, of a clock that is set when the agent begins and never
+        """Returns ns since the epoch, of a clock that is set when the agent starts and never
         jumps.
         """
         return self._started_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
     async def _publish(self, otlp: OtlpPublisher) -> None:
-        """Send a copy of the board every `otlp.period`; a slow receiver holds up nothing else."""
+        """Send a copy of the snapshot every `otlp.period`; a slow receiver delays nothing else."""
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, "otlp")
         try:
@@ -535,14 +535,13 @@ class Agent:
             thread.shutdown(wait=False)
 
     def _sum_up(self) -> None:
-        """What follows from the board as a whole: jobs, steps, the agent itself."""
+        """Update the metrics derived from the whole snapshot: jobs, steps, the agent itself."""
         now_ns, now = time.time_ns(), time.monotonic()
         interval_s, self._ticked = (
             now - self._ticked,
             now,
-        )  # a clock that jumps gives no job device time
-        # Also where none was lost: of a counter that begins at 1, Prometheus does not see the
-        # first.
+        )  # a clock jump adds no device time to jobs
+        # Zeros as well: Prometheus misses the first increment of a counter that starts at 1.
         lost = {"slow-disk": 0, **self.history.lost}
         self.board.put("steps", self.step_counts.readings(), now_ns)
         self.board.put("hangs", self.hangs.readings(), now_ns)
@@ -586,7 +585,7 @@ class Agent:
 
 
 def notify_ready() -> None:
-    """Say to systemd that the agent is ready, where systemd has asked to be told."""
+    """Notify systemd that the agent is ready, if systemd has requested it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

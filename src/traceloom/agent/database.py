@@ -1,6 +1,5 @@
-"""SQLite files of the agent: open, version, move a damaged file away, one writer thread.
-
-Used by requests, triggers, history, usage backlog.
+"""The agent's SQLite files: opening, schema versions, damaged files; and the store of trace
+requests.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from traceloom.errors import InputError, OutputError, other_version
 
 
 def open_database(path: Path | None, schema: str, version: int, label: str) -> sqlite3.Connection:
-    """A database with the tables of a schema, in a file of the agent's user alone; None keeps it in
-    memory.
+    """Open a database and create its tables, in a file that only the agent's user can read; None:
+    in memory.
 
     Args:
-        path: The file; its directory is made.
-        schema: Makes the tables of a new file.
-        version: Of the schema, which the file names.
-        label: It is called in errors.
+        path: The file; its directory is created.
+        schema: SQL that creates the tables of a new file.
+        version: Version of the schema, stored in the file.
+        label: Its name in errors.
 
     Raises:
         InputError: `other-version`: the file has another schema.
@@ -52,21 +51,21 @@ def open_database(path: Path | None, schema: str, version: int, label: str) -> s
 
 
 def is_corruption(error: Exception) -> bool:
-    """Whether a file holds what no database may: subclasses of the error say that a disk or a lock
-    is in the way.
+    """Whether the error means a damaged file. Its subclasses mean that a disk or a lock is in the
+    way.
     """
     return type(error) is sqlite3.DatabaseError
 
 
 def move_damaged_file(path: Path) -> str:
-    """Give a damaged file, which is closed, another name; that name.
+    """Rename a damaged file, which has to be closed; returns the new name.
 
     Raises:
         OSError: It cannot be renamed.
     """
     aside = f"{path}.damaged-{time.time_ns()}"
     path.rename(aside)
-    for end in ("-wal", "-shm"):  # what they hold belongs to it
+    for end in ("-wal", "-shm"):  # they belong to the damaged file
         with contextlib.suppress(FileNotFoundError):
             Path(f"{path}{end}").rename(f"{aside}{end}")
     return aside
@@ -85,10 +84,10 @@ _PUT_TARGET = f"INSERT OR REPLACE INTO targets ({_NAMES}) VALUES ({_MARKS})"  # 
 
 
 class RequestStore:
-    """Blocks, so it is called in threads, one at a time.
+    """Trace requests on disk. Blocks, so it is called in threads, one at a time.
 
     Args:
-        path: The file; its directory is made. None keeps in memory alone.
+        path: The file; its directory is created. None: in memory only.
 
     Raises:
         InputError: `other-version`: the file has another schema.
@@ -104,11 +103,11 @@ class RequestStore:
         except (
             OSError,
             sqlite3.Error,
-        ) as error:  # the agent goes on; requests are refused until it can be written
+        ) as error:  # the agent continues; requests are refused until it can be written
             self.trouble = str(error)
 
     def load(self) -> list[TraceRequest]:
-        """All requests, oldest first; rows that cannot be read are left out."""
+        """Returns all requests, oldest first, without rows that cannot be read."""
         with self._lock:
             if self._database is None:
                 return []
@@ -126,7 +125,7 @@ class RequestStore:
                         target = msgspec.convert(dict(zip(names, row, strict=True)), TraceTarget)
                         if target.request in requests:
                             requests[target.request].targets.append(target)
-            except sqlite3.Error as error:  # the agent goes on with what could be read
+            except sqlite3.Error as error:  # the agent continues with what could be read
                 self.trouble = str(error)
             return list(requests.values())
 
@@ -134,7 +133,7 @@ class RequestStore:
         """Write a request with all its targets.
 
         Raises:
-            OutputError: `cannot-write`: it is not on disk.
+            OutputError: `cannot-write`.
         """
         bare = msgspec.structs.replace(request, targets=[])
         self._write(
@@ -146,18 +145,18 @@ class RequestStore:
         )
 
     def put_target(self, target: TraceTarget) -> None:
-        """Write the state of a target; errors as of `put`."""
+        """Write the state of a target; raises the errors of `put`."""
         self._write((_PUT_TARGET, msgspec.structs.astuple(target)))
 
     def delete(self, request: str) -> None:
-        """Forget a request; errors as of `put`."""
+        """Delete a request; raises the errors of `put`."""
         self._write(
             ("DELETE FROM targets WHERE request = ?", (request,)),
             ("DELETE FROM requests WHERE id = ?", (request,)),
         )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             if self._database is not None:
                 self._database.close()

@@ -1,6 +1,6 @@
-"""What works on this host, what does not, why, and what would help.
+"""Checks of what works on this host, what does not, why, and what would help.
 
-Nothing is changed by looking.
+The checks change nothing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from traceloom.agent.profilers import py_spy
 from traceloom.agent.steps import ProbedStepClock
 from traceloom.system.units import format_quantity
 
-_ABSTRACT_SHOWN = ABSTRACT_SOCKET.decode().replace("\0", "@")  # as the kernel lists it
-_MAX_SOCKETS_BYTES = 16 << 20  # bytes of that list
+_ABSTRACT_SHOWN = ABSTRACT_SOCKET.decode().replace("\0", "@")  # as in /proc/net/unix
+_MAX_SOCKETS_BYTES = 16 << 20  # bytes read of that file
 _EXTRAS = (
     ("otlp", "opentelemetry.sdk", "metrics by OTLP"),
     ("kubernetes", "grpc", "pods of devices, from the kubelet"),
@@ -43,16 +43,16 @@ def examine_parts(
     empty: Collection[str],
     unwritten: Mapping[str, str],
 ) -> list[Check]:
-    """Look at everything; blocks for as long as a file of the kernel may.
+    """Run all checks; may block for as long as a kernel file does.
 
     Args:
         config: The agent's.
-        locations: Where its files are to be.
-        collectors: All of them.
-        owned: The processes that run now, and whose they are.
-        errors: Collector -> why its last run gave nothing; "" where it did.
-        empty: Collectors that work and have nothing to look at.
-        unwritten: `history`, `audit` -> why it could not be written last.
+        locations: Locations of its files.
+        collectors: All collectors.
+        owned: Has the running processes, and their owners.
+        errors: Collector -> why its last run failed; "" if it did not.
+        empty: Collectors that work and have nothing to read.
+        unwritten: `history`, `audit` -> why the last write failed.
     """
     is_root, sees_whole_host = os.geteuid() == 0, config.collect.proc == "/proc"
     result = [
@@ -87,8 +87,8 @@ def examine_parts(
         elif broken or sentences:
             if broken:
                 result.append(Check(area="collect", name=collector.name, works="no", why=broken))
-            # Where libraries of processes lie is their users' to know, as what is said of single
-            # processes is.
+            # Paths of processes' libraries are visible to their users only, as is everything about
+            # single processes.
             area = "jobs" if isinstance(collector, ProbedStepClock) else "collect"
             result += [
                 Check(area=area, name=collector.name, works="partly", why=problem)
@@ -119,7 +119,7 @@ def examine_parts(
 
 
 def _check_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
-    """Whether there are devices, and what of them cannot be seen: by back end, metric or device."""
+    """Check the devices, by back end, metric or device."""
     answering = sum(not device.stale for device in accelerators.devices.values())
     yield Check(
         area="devices",
@@ -147,7 +147,7 @@ def _check_files(locations: AgentPaths, unwritten: Mapping[str, str]) -> Iterato
         ("audit", locations.audit),
     ):
         directory = path.parent
-        # Not `Path.exists`, which raises where the directory above may not be entered.
+        # Not `Path.exists`, which raises if the parent directory is not accessible.
         while not os.path.exists(directory) and directory != directory.parent:  # noqa: PTH110
             directory = directory.parent
         works = os.access(directory, os.W_OK | os.X_OK)
@@ -169,7 +169,7 @@ def _check_extras(config: Config) -> Iterator[Check]:
     for extra, module, feature in _EXTRAS:
         try:
             installed = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # of its parent
+        except ModuleNotFoundError:  # its parent package is missing
             installed = False
         is_needed = extra == "otlp" and bool(config.otlp.endpoint)
         if (
@@ -189,11 +189,10 @@ def _check_extras(config: Config) -> Iterator[Check]:
 
 
 def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
-    """Processes whose PyTorch asks for traces where nobody listens, by the directory that they ask
-    in.
+    """Find processes whose PyTorch polls for traces where no agent listens, by the directory that
+    they poll.
 
-    The kernel's list of sockets is asked, and never their files: a user may have put anything in
-    their place.
+    The kernel's list of sockets is read rather than their files, which a user may have replaced.
     """
     host_sockets = _read_socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
     unheard: dict[str, list[int]] = {}
@@ -203,9 +202,9 @@ def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
         directory = process.declared.get(POLLED_DIRECTORY, "")
         try:
             names = _read_socket_names(proc / str(process.pid) / "net/unix")
-        except OSError:  # it has ended, or what is in its container cannot be seen
+        except OSError:  # it has ended, or its container is not accessible
             continue
-        # An abstract name is one of its network namespace alone.
+        # Abstract names are local to a network namespace.
         if not (
             f"{directory}/{SOCKET_NAME}" in names | host_sockets
             if directory
@@ -235,7 +234,7 @@ def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
 
 
 def _read_socket_names(path: Path) -> set[str]:
-    """Names of unix sockets that are open in a network namespace, NUL written as `@`: the last
+    """Returns the names of open unix sockets in a network namespace, with NUL as `@`: the last
     column of the list.
     """
     lines = read(path, _MAX_SOCKETS_BYTES).decode(errors="replace").splitlines()[1:]
@@ -243,7 +242,7 @@ def _read_socket_names(path: Path) -> set[str]:
 
 
 def _check_probes(config: Config) -> Iterator[Check]:
-    """Whether functions of processes can be probed, and what there is instead where they cannot."""
+    """Check whether functions of processes can be probed, and what is used instead if not."""
     reason, helps = explain_unsupported()
     instead = (
         ("steps", "steps count where processes report them"),
@@ -281,7 +280,7 @@ def _check_probes(config: Config) -> Iterator[Check]:
 
 
 def _check_py_spy() -> Check:
-    """Whether py-spy is there and may look into processes."""
+    """Check whether py-spy is installed and may inspect processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = (
         not can_trace_others()
@@ -316,7 +315,7 @@ def _check_py_spy() -> Check:
 
 
 def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
-    """The same with no agent running: collectors are made, run once and closed."""
+    """Run the checks without a running agent: collectors are created, run once and closed."""
     from traceloom.agent.collectors.cgroups import Cgroups
     from traceloom.agent.collectors.host import create_host_collectors
 
@@ -345,7 +344,7 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 
 
 def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
-    """Of an agent that runs; `idle`: triggers that cannot fire, and why."""
+    """Run the checks of a running agent; `idle`: triggers that cannot fire, and why."""
     errors = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {
         name

@@ -1,7 +1,8 @@
-"""AMD devices through the files of the kernel's driver (amdgpu, KFD); amdsmi, where it is
-installed, adds links.
+"""AMD devices, from the files of the kernel drivers (amdgpu, KFD); amdsmi, if installed, adds
+links.
 
-The driver counts no pipes in its files: FLOP/s need AMD's exporter with a profiler, or a trace.
+The driver exposes no pipe counters in its files: FLOP/s need AMD's exporter with a profiler, or a
+trace.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import Reading
 
 AMD_VENDOR_ID = "0x1002"
-# PCI device -> name, for hosts whose driver does not say it.
+# PCI device id -> name, for drivers that do not report it.
 MODEL_NAMES = {
     "0x7408": "AMD Instinct MI250X",
     "0x740c": "AMD Instinct MI250X",
@@ -54,13 +55,13 @@ METRIC_FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
     ("mem_info_vram_total", "gpu_memory_limit_bytes", (), 1.0),
     ("pcie_replay_count", "gpu_errors_total", ("pcie-replay", ""), 1.0),
 )
-# Of hwmon. Of two for the same series the first that the device has is taken.
+# hwmon files; of two for the same series the first one that exists is used.
 HWMON_SENSORS: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
     ("power1_average", "gpu_power_watts", (), 1e-6),
     ("power1_input", "gpu_power_watts", (), 1e-6),
     ("power1_cap", "gpu_power_limit_watts", (), 1e-6),
 )
-LABELLED_SENSORS = (  # kind of sensor, its label there -> metric, labels, factor
+LABELLED_SENSORS = (  # kind of sensor, its hwmon label -> metric, labels, factor
     ("temp", "edge", "gpu_temperature_celsius", ("gpu",), 1e-3),
     ("temp", "junction", "gpu_temperature_celsius", ("hotspot",), 1e-3),
     ("temp", "mem", "gpu_temperature_celsius", ("memory",), 1e-3),
@@ -68,8 +69,7 @@ LABELLED_SENSORS = (  # kind of sensor, its label there -> metric, labels, facto
     ("freq", "mclk", "gpu_clock_hertz", ("memory",), 1.0),
 )
 RAS_ERROR_KINDS = {"ce": "ecc-corrected", "ue": "ecc-uncorrected"}
-# The binary `gpu_metrics`: its head says the revision of its content -> where the energy counter
-# is, in 2^-16 J.
+# The binary file `gpu_metrics`: revision in its header -> offset of the energy counter (2^-16 J).
 ENERGY_OFFSETS = {1: 24, 2: 24, 3: 24, 4: 24, 5: 88}
 JOULES_PER_COUNT = 2.0**-16
 NO_PIPE_COUNTERS = (
@@ -78,11 +78,11 @@ NO_PIPE_COUNTERS = (
 
 
 class AmdDevice(NamedTuple):
-    """A device and where its files are."""
+    """A device and the paths of its files."""
 
     device: Device
     directory: Path
-    kfd: int | None  # its number in the files of its processes
+    kfd: int | None  # its number in KFD's files of processes
 
 
 def _read_text(path: Path) -> str | None:
@@ -99,7 +99,7 @@ def _read_number(path: Path) -> float | None:
 
 
 class AmdAccelerator:
-    """All devices of the driver amdgpu that compute."""
+    """All devices of the driver amdgpu that can compute."""
 
     name = "amd"
 
@@ -110,7 +110,7 @@ class AmdAccelerator:
         self._present: set[str] = set()
         self._traffic: dict[
             str, tuple[float, float]
-        ] = {}  # device -> bytes/s received, sent, in some last second
+        ] = {}  # device -> bytes/s received and sent, measured over one recent second
         self._traffic_thread: threading.Thread | None = None
         self._smi: Any = None
         try:
@@ -126,7 +126,7 @@ class AmdAccelerator:
             )
 
     def devices(self) -> list[Device]:
-        """The devices whose files are there."""
+        """Returns the devices whose files exist."""
         entries: dict[str, AmdDevice] = {}
         nodes = {
             key: properties
@@ -135,7 +135,7 @@ class AmdAccelerator:
         }
         for index, directory in enumerate(self._cards()):
             entry = self._device(str(index), directory, nodes)
-            if entry.device.uuid in entries:  # two dies of a card that have one number
+            if entry.device.uuid in entries:  # two dies of one card share a number
                 uuid = f"{entry.device.uuid}-{entry.device.pci}"
                 entry = entry._replace(device=msgspec.structs.replace(entry.device, uuid=uuid))
             entries[entry.device.uuid] = entry
@@ -143,7 +143,7 @@ class AmdAccelerator:
         return [entry.device for entry in entries.values()]
 
     def capabilities(self) -> dict[str, str]:
-        """What any device gives, and what none does."""
+        """Returns the metrics of any device, and why the others are absent."""
         return (
             self._missing
             | {"gpu_pipe_active_ratio": NO_PIPE_COUNTERS}
@@ -151,7 +151,7 @@ class AmdAccelerator:
         )
 
     def sample(self) -> list[Reading]:
-        """All that the files say."""
+        """Reads all metrics from the files."""
         readings: list[Reading] = []
         self._missing = {}
         for uuid, entry in self._entries.items():
@@ -175,8 +175,8 @@ class AmdAccelerator:
         return readings
 
     def processes(self) -> list[DeviceProcess]:
-        """Who has a queue on the devices: memory, and the compute units that it occupies now of
-        all.
+        """Returns the processes with a queue on a device: memory, and their share of all compute
+        units now.
         """
         entries_by_kfd = {
             entry.kfd: entry for entry in self._entries.values() if entry.kfd is not None
@@ -204,15 +204,15 @@ class AmdAccelerator:
         return processes
 
     def events(self) -> list[DeviceEvent]:
-        """The files tell of none."""
+        """Always empty: the files report no events."""
         return []
 
     def pause(self, seconds: float) -> bool:  # noqa: ARG002 - as every back end
-        """The files use no counters that a profiler needs."""
+        """Always False: the files use no counters that a profiler needs."""
         return False
 
     def close(self) -> None:
-        """Let go of the management library."""
+        """Shut down the management library."""
         if self._smi is not None:
             with suppress(Exception):
                 self._smi.amdsmi_shut_down()
@@ -268,7 +268,7 @@ class AmdAccelerator:
         return AmdDevice(device, directory, node.get("gpu_id"))
 
     def _values(self, entry: AmdDevice) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
-        """(metric, labels after the device, value or None)."""
+        """Yields (metric, labels after the device, value or None)."""
         directory = entry.directory
 
         def scaled(path: Path, factor: float) -> float | None:
@@ -307,7 +307,7 @@ class AmdAccelerator:
             yield from _read_link_counters(self._smi, entry.device.pci)
 
     def _measure_traffic(self) -> None:
-        """Have PCIe traffic measured for the next samples: the driver takes a second for each
+        """Measure PCIe traffic in a thread for the next samples: the driver takes a second per
         device.
         """
         if self._traffic_thread is not None and self._traffic_thread.is_alive():
@@ -324,7 +324,7 @@ class AmdAccelerator:
                 fields = (_read_text(file) or "").split()
                 if (
                     len(fields) == 3
-                ):  # packets received and sent in a second, and the most bytes of one
+                ):  # packets received and sent in a second, and the max bytes per packet
                     traffic[uuid] = (
                         int(fields[0]) * int(fields[2]) * 1.0,
                         int(fields[1]) * int(fields[2]) * 1.0,
@@ -339,10 +339,10 @@ class AmdAccelerator:
 
 
 def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
-    """The devices that KFD knows, in the order in which ROCm counts them.
+    """Yields the devices known to KFD, in ROCm's order.
 
-    Each with what it and a device of the driver have in common: the PCI address and the unique
-    number.
+    Each comes with the identifiers that match it to a device of the driver: the PCI address and the
+    unique id.
     """
     nodes = (sys / "class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for node in sorted(nodes, key=lambda path: (len(path.name), path.name)):
@@ -351,7 +351,7 @@ def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
             pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()
         }
         number = _read_number(node / "gpu_id")
-        if number and properties.get("simd_count"):  # processors have a node, too
+        if number and properties.get("simd_count"):  # CPUs have a node, too
             location, domain = properties.get("location_id", 0), properties.get("domain", 0)
             identities = []
             if location:
@@ -364,7 +364,9 @@ def _iterate_kfd_nodes(sys: Path) -> Iterator[tuple[list[str], dict[str, int]]]:
 
 
 def list_rocm_addresses(sys: Path) -> list[str]:
-    """PCI addresses of the devices as ROCm counts them; "" of one that does not tell its own."""
+    """Returns the PCI addresses of the devices in ROCm's order; "" if a device does not report
+    it.
+    """
     return [
         next((key for key in identities if ":" in key), "")
         for identities, _ in _iterate_kfd_nodes(sys)
@@ -372,8 +374,8 @@ def list_rocm_addresses(sys: Path) -> list[str]:
 
 
 def _read_energy_joules(path: Path) -> float | None:
-    """Joules since the driver was loaded, of the binary metrics; None for a revision that is not
-    known.
+    """Returns the energy in joules since the driver was loaded, from the binary metrics; None for
+    an unknown revision.
     """
     try:
         content = path.read_bytes()
@@ -390,7 +392,7 @@ def _read_energy_joules(path: Path) -> float | None:
 
 
 def _read_link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ...], float | None]]:
-    """Data over XGMI, in KB by link, which the files do not have."""
+    """Yields the data sent over each XGMI link, in KB, which the files do not provide."""
     metrics: dict[str, Any] = {}
     with suppress(Exception):
         for handle in smi.amdsmi_get_processor_handles():

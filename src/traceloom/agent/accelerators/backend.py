@@ -1,8 +1,8 @@
-"""`Accelerator` protocol, which back ends run, each behind a thread with a time limit.
+"""The `Accelerator` protocol of back ends, and the thread with a time limit that runs each of them.
 
-A back end is an entry point of the group `traceloom.accelerators`: something that takes the
-`Config` and gives an `Accelerator`, or raises `NotHere`. It is made, asked and closed in a thread
-of its own (`watched.py`).
+A back end is an entry point of the group `traceloom.accelerators`: a callable that takes the
+`Config` and returns an `Accelerator`, or raises `BackendUnavailable`. It is created, called and
+closed in a thread of its own (`BackendWorker`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from traceloom.errors import InputError, nearest
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """A device, or a partition of one (MIG), which has an identity of its own. None: not known."""
+    """A device, or a partition of one (MIG), which has an identity of its own. None: unknown."""
 
     uuid: str
     index: str
@@ -33,16 +33,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     pci: str = ""
     driver: str = ""
-    parent: str = ""  # uuid of the device that this is a partition of
-    partition: str = ""  # what kind of partition, as `1g.10gb`, with its numbers
+    parent: str = ""  # of a partition: uuid of its device
+    partition: str = ""  # profile of the partition, such as `1g.10gb`, with its ids
     memory_bytes: int | None = None
     multiprocessors: int | None = None
     highest_clock_hz: float | None = None
     architecture: str = ""  # as volta, ampere, ada, hopper, blackwell, cdna3
     owner: dict[
         str, str
-    ] = {}  # whose it is, where its back end says so: job, user, pod, namespace, container ...
-    stale: str = ""  # why nothing is known of it now; "" where it answers
+    ] = {}  # owner, if the back end reports it: job, user, pod, namespace, container ...
+    stale: str = ""  # why it cannot be read now; "" if it can
 
 
 class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to a device.
+    """An event of a device.
 
     `kind`: xid, ecc, throttle, lost, back; times in ns since the epoch.
     """
@@ -68,7 +68,7 @@ class DeviceEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a back end has to say at one time, in ns since the epoch."""
+    """Everything that a back end reports at one time, in ns since the epoch."""
 
     at_ns: int
     devices: list[Device] = []
@@ -79,43 +79,45 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BackendUnavailable(Exception):  # noqa: N818 - it is no error that a host has no such device
-    """There is nothing on this host for a back end to look at: why, and what would help."""
+    """This host has nothing that the back end supports; the message says why, and what would
+    help.
+    """
 
 
 class Accelerator(Protocol):
     """A back end.
 
-    Its methods block; they are called from one thread of its own, and abandoned after 2 s.
+    Its methods may block; they are called from one thread, and abandoned after 2 s.
     """
 
     name: str
 
     def devices(self) -> list[Device]:
-        """The devices there are now."""
+        """Returns the current devices."""
 
     def capabilities(self) -> dict[str, str]:
-        """`capability` -> "" where it can be had, else why not and what would help."""
+        """Returns capability -> "" if available, else why not and what would help."""
 
     def sample(self) -> list[Reading]:
-        """Metrics of all its devices."""
+        """Returns the metrics of all its devices."""
 
     def processes(self) -> list[DeviceProcess]:
-        """Who is on them."""
+        """Returns the processes on the devices."""
 
     def events(self) -> list[DeviceEvent]:
-        """What happened since the last call."""
+        """Returns the events since the last call."""
 
     def pause(self, seconds: float) -> bool:
-        """Release hardware counters for another profiler, for so long at most; whether there were
-        any.
+        """Release hardware counters for another profiler, for at most `seconds`; returns whether
+        there were any.
         """
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Shut down the driver's library."""
 
 
 def format_capability(metric: str, labels: Iterable[str] = ()) -> str:
-    """What `capabilities` calls a metric: with its labels after the device, as
+    """Returns the key of a metric in `capabilities`: with its labels after the device, as
     `gpu_pipe_active_ratio{hmma}`.
     """
     text = ",".join(label for label in labels if label)
@@ -124,16 +126,16 @@ def format_capability(metric: str, labels: Iterable[str] = ()) -> str:
 
 CALL_TIMEOUT_S = 2.0
 UNAVAILABLE_RETRY_S = (
-    60.0  # until a host without such devices is looked at again: a driver may be loaded later
+    60.0  # between searches on a host without such devices: a driver may be loaded later
 )
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
-MAX_STUCK_THREADS = 2  # threads that may hang in a driver at the same time; nothing can end them
+MAX_STUCK_THREADS = 2  # threads that hang in a driver at the same time; they cannot be ended
 
 T = TypeVar("T")
 
 
 class BackendWorker:
-    """Makes one back end, calls it, one call after the other, and closes it."""
+    """A thread that creates one back end, runs its calls one after the other, and closes it."""
 
     def __init__(self, name: str, make: Callable[[], Accelerator]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -143,7 +145,7 @@ class BackendWorker:
         self._thread.start()
 
     def submit(self, call: Callable[[Accelerator], T]) -> Future[T]:
-        """Have a call made after those before it."""
+        """Queue a call after the previous ones."""
         answer: Future[T] = Future()
 
         def run() -> None:
@@ -158,13 +160,13 @@ class BackendWorker:
         return answer
 
     def stop(self) -> None:
-        """End after the calls before it: a call that hangs keeps the thread until it comes back, if
+        """End after the queued calls; a call that hangs keeps the thread until it returns, if
         ever.
         """
         self._calls.put(None)
 
     def is_alive(self) -> bool:
-        """Whether it still runs or hangs."""
+        """Whether the thread runs or hangs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -176,10 +178,11 @@ class BackendWorker:
 
 
 def _take_sample(accelerator: Accelerator) -> Sample:
-    """All that a back end says now.
+    """Returns everything that a back end reports now.
 
     Raises:
-        ValueError: It says what nobody declared: it alone fails then, not the board of all.
+        ValueError: A reading of an undeclared metric, so that only this back end fails, not the
+            whole snapshot.
     """
     sample = Sample(
         at_ns=time.time_ns(),
@@ -201,17 +204,17 @@ def _take_sample(accelerator: Accelerator) -> Sample:
 
 
 class TimeLimitedBackend:
-    """A back end that never keeps its caller waiting for longer than the limit.
+    """Runs a back end so that its caller never waits for longer than the limit.
 
     A back end that hangs is abandoned with its thread; one that fails is closed. In both cases its
-    devices stay, stale, without readings, and a fresh back end is made later, at growing intervals,
-    unless too many threads already hang.
+    devices stay, stale, without readings, and a new back end is created later, at growing
+    intervals, unless too many threads already hang.
 
     Args:
-        name: What it is called in the configuration.
-        make: Makes a fresh back end; called in the thread.
-        limit_s: How long a sample may take.
-        clock: Seconds that only grow.
+        name: Its name in the configuration.
+        make: Creates a new back end; called in the thread.
+        limit_s: Time limit of a sample.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -222,8 +225,8 @@ class TimeLimitedBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.trouble = ""  # why there is no sample; "" where there is
-        self.here = True  # False where the host has nothing for it
+        self.trouble = ""  # why there is no sample; "" if there is one
+        self.here = True  # False if the host has no such devices
         self.capabilities: dict[str, str] = {}
         self._make = make
         self._limit_s = limit_s
@@ -237,7 +240,7 @@ class TimeLimitedBackend:
         self._next_try = 0.0
 
     def begin(self) -> None:
-        """Start to take a sample, unless it is not yet time to try again."""
+        """Start to take a sample, unless a retry is not due yet."""
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if (
             self._thread is None
@@ -250,7 +253,7 @@ class TimeLimitedBackend:
             self._deadline = time.monotonic() + self._limit_s
 
     def finish(self) -> Sample:
-        """The sample that was begun; without one, the devices of the last, stale."""
+        """Returns the sample that was started; without one, the last devices marked as stale."""
         pending, self._pending = self._pending, None
         if (
             pending is not None
@@ -276,17 +279,17 @@ class TimeLimitedBackend:
         return Sample(at_ns=time.time_ns(), devices=self._devices)
 
     def pause(self, seconds: float) -> bool:
-        """Release the hardware counters; False where the back end did not do it in time."""
+        """Release the hardware counters; False if the back end did not do it in time."""
         return self._ask(lambda accelerator: accelerator.pause(seconds))
 
     def close(self) -> None:
-        """Let go of the back end; what hangs is left behind."""
+        """Close the back end; a thread that hangs is abandoned."""
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
 
     def _ask(self, call: Callable[[Accelerator], bool]) -> bool:
-        thread = self._thread  # which another thread may give up meanwhile
+        thread = self._thread  # another thread may reset it concurrently
         if thread is None:
             return False
         with suppress(Exception):
@@ -306,7 +309,7 @@ class TimeLimitedBackend:
 
 
 def build_device_readings(device: Device) -> list[Reading]:
-    """`gpu_up` and `gpu_info` of a device, and what it is made of."""
+    """Returns `gpu_up`, `gpu_info` and the fixed properties of a device."""
     info = (
         device.uuid,
         device.index,
@@ -325,8 +328,8 @@ def build_device_readings(device: Device) -> list[Reading]:
 
 ENTRY_POINT_GROUP = "traceloom.accelerators"
 _PACKAGE = "traceloom.agent.accelerators"
-# In this order: of two that see the same device, the earlier has its say first. pyproject.toml
-# declares the same.
+# In order of priority: if two see the same device, the earlier one wins. pyproject.toml declares
+# the same.
 BUILTIN_BACKENDS = {
     "nvml": f"{_PACKAGE}.nvml:NvmlAccelerator",
     "amd": f"{_PACKAGE}.amd:AmdAccelerator",
@@ -337,7 +340,7 @@ BUILTIN_BACKENDS = {
 
 
 def create_backends(config: Config) -> list[TimeLimitedBackend]:
-    """The back ends, each behind a thread; nothing of them is imported before its first sample.
+    """Returns the back ends, each behind a thread; none is imported before its first sample.
 
     Raises:
         InputError: `wrong-config`: the configuration names a back end that is not installed.

@@ -1,6 +1,4 @@
-"""The collector of all accelerators: every back end is sampled at the same time, none is waited for
-longer than 2 s.
-"""
+"""The collector of all accelerators: samples every back end in parallel, each for at most 2 s."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ MAX_KEPT_EVENTS = 1000
 
 
 class AcceleratorCollector:
-    """Devices, who is on them, what happened to them, and their metrics.
+    """Devices, their processes, events and metrics.
 
-    Of two back ends that see the same device (NVML, and an exporter that is scraped), the earlier
-    has its say first and the later adds what the earlier does not have.
+    If two back ends see the same device (NVML, and an exporter that is scraped), the earlier has
+    priority and the later adds what is missing.
     """
 
     name = "accelerators"
@@ -43,7 +41,7 @@ class AcceleratorCollector:
         self, config: Config, backends: Sequence[TimeLimitedBackend] | None = None
     ) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        # The back ends are given up before the collector is.
+        # The back ends time out before the collector does.
         self.timeout_s = config.collect.timeouts.get(self.name, CALL_TIMEOUT_S + 1.0)
         self.back_ends = create_backends(config) if backends is None else list(backends)
         self.devices: dict[str, Device] = {}
@@ -51,15 +49,15 @@ class AcceleratorCollector:
         self.events: deque[DeviceEvent] = deque(maxlen=MAX_KEPT_EVENTS)
         self.element_types: dict[
             str, list[MatrixTypes]
-        ] = {}  # device -> of its jobs, as the daemon last knew
+        ] = {}  # device -> types of its jobs at the daemon's last tick
         self._xid_counts: Counter[tuple[str, str]] = (
             Counter()
-        )  # (device, number) -> how often since the agent began
+        )  # (device, number) -> count since the agent started
         self._last_xids: dict[str, int] = {}
-        self._missing_reasons: dict[str, str] = {}  # what could not be estimated, and why
+        self._missing_reasons: dict[str, str] = {}  # metric that could not be estimated -> why
         self._configured_backends = config.accelerators.backends
         self._writer: SampleWriter | None = None
-        self._recording_error = ""  # why a recording ended before it was to
+        self._recording_error = ""  # why a recording ended early
 
     def collect(self) -> list[Reading]:
         """Sample all back ends."""
@@ -82,10 +80,10 @@ class AcceleratorCollector:
             for reading in sample.readings:
                 reading_by_labels.setdefault((reading.metric, reading.labels), reading)
             events += sample.events
-        # Of devices that stopped or began to answer; one that vanished stays, stale, for alerts to
-        # see.
+        # Events of devices that went away or came back; a device that vanished stays, stale, so
+        # that alerts see it.
         for uuid, device in self.devices.items():
-            if uuid not in devices and not device.parent:  # a partition may be taken away
+            if uuid not in devices and not device.parent:  # partitions may be removed on purpose
                 stale_reason = device.stale or "its driver no longer lists it"
                 devices[uuid] = msgspec.structs.replace(device, stale=stale_reason)
             stale = devices[uuid].stale if uuid in devices else "the partition was taken away"
@@ -99,8 +97,8 @@ class AcceleratorCollector:
                 if event.code is not None:
                     self._last_xids[event.device] = event.code
         self.devices, self.device_processes = devices, list(processes.values())
-        # Counted here, so that the error that took a device or its driver down is told while it is
-        # down.
+        # Counted here, so that the error that took a device or its driver down is still reported
+        # while it is down.
         xid_readings = [
             Reading("gpu_errors_total", (uuid, "xid", xid), count)
             for (uuid, xid), count in self._xid_counts.items()
@@ -126,7 +124,7 @@ class AcceleratorCollector:
             )
             try:
                 self._writer.write(sample)
-            except OSError as error:  # a full disk ends the recording, not the measuring
+            except OSError as error:  # a full disk ends the recording, not the collector
                 with suppress(OSError):
                     self._writer.close()
                 self._writer, self._recording_error = (
@@ -136,7 +134,7 @@ class AcceleratorCollector:
         return readings
 
     def capabilities(self) -> dict[str, str]:
-        """Metric -> "" where a back end that runs has it, else the first reason why not."""
+        """Returns metric -> "" if an active back end provides it, else the first reason why not."""
         reasons: dict[str, str] = {}
         for backend in self.back_ends:
             for metric, reason in backend.capabilities.items():
@@ -148,9 +146,11 @@ class AcceleratorCollector:
         return self._missing_reasons | reasons
 
     def trouble(self) -> list[str]:
-        """Back ends that do not work, metrics that devices do not give, and what would help."""
-        # A host needs no device of every vendor: what is not there matters where it was named, or
-        # if nothing is there.
+        """Returns the errors of back ends and the metrics that devices lack, with what would
+        help.
+        """
+        # A host need not have devices of every vendor: a missing one is reported only if it was
+        # configured, or if there are no devices at all.
         problems = [
             f"{backend.name}: {backend.trouble}"
             for backend in self.back_ends
@@ -170,23 +170,23 @@ class AcceleratorCollector:
         ]
 
     def pause(self, seconds: float) -> int:
-        """Release the hardware counters for so long; how many back ends had some."""
+        """Release the hardware counters for `seconds`; returns how many back ends had some."""
         return sum(backend.pause(seconds) for backend in self.back_ends)
 
     def record(self, path: str | Path) -> None:
-        """Write every sample from now on to a file that the back end `recorded` plays."""
+        """Write all following samples to a file that the back end `recorded` can replay."""
         self._writer = SampleWriter(path)
 
     def close(self) -> None:
-        """Let go of the back ends and of a recording."""
+        """Close the back ends and a recording."""
         for backend in self.back_ends:
             backend.close()
         if self._writer is not None:
             self._writer.close()
 
     def _estimate_flops(self, readings: Iterable[Reading]) -> list[Reading]:
-        """FLOP/s of all devices and partitions that answer; a partition runs at the clock of its
-        device.
+        """Returns the FLOP/s of all devices and partitions that respond; a partition runs at its
+        device's clock.
         """
         values_by_device: defaultdict[str, dict[tuple[str, tuple[str, ...]], float]] = defaultdict(
             dict
@@ -197,9 +197,7 @@ class AcceleratorCollector:
         estimates: list[Reading] = []
         self._missing_reasons = {}
         for uuid, device in self.devices.items():
-            if (
-                not device.stale and uuid not in parents
-            ):  # what its partitions do is not counted twice
+            if not device.stale and uuid not in parents:  # its partitions are counted instead
                 clocks = {
                     key: value
                     for key, value in values_by_device[device.parent].items()
@@ -216,7 +214,7 @@ class AcceleratorCollector:
 
 
 def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]) -> Sample:
-    """A sample whose partitions have the identities that an earlier back end knows them by.
+    """Returns a sample whose partitions have the uuids by which an earlier back end knows them.
 
     Exporters name a partition by its device and number, as `3g.40gb gi=2`, and not by its uuid.
     """
@@ -231,7 +229,7 @@ def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]
             if device.parent
             else ()
         )
-        if len(candidates) == 1:  # else its number is shared by several compute instances
+        if len(candidates) == 1:  # else several compute instances share its number
             known_uuid_by_uuid[device.uuid] = candidates[0]
     if not known_uuid_by_uuid:
         return sample

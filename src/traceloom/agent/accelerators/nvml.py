@@ -1,7 +1,7 @@
-"""NVIDIA: devices, MIG, metrics, processes, GPM counters.
+"""NVIDIA devices through NVML: MIG, metrics, processes, and GPM counters.
 
-What a driver, a device or the rights of the agent do not give is absent, and `capabilities` says
-why.
+Metrics that the driver, the device or the agent's permissions do not allow are absent, and
+`capabilities` gives the reason.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from traceloom.agent.metrics import Reading, SeriesKey
 
 
 def explain_nvml_error(nvml: Any, code: int) -> str:
-    """An error of NVML, and what would help."""
+    """Returns a description of an NVML error, and what would help."""
     if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
         return "the driver is too old for it: newer drivers have it"
-    if code == nvml.NVML_ERROR_INVALID_ARGUMENT:  # as driver 580 says of metrics that came after it
+    if code == nvml.NVML_ERROR_INVALID_ARGUMENT:  # driver 580, for metrics that are newer than it
         return "the driver does not know it: newer drivers may"
     if code == nvml.NVML_ERROR_NOT_SUPPORTED:
         return "this device, or its driver, does not have it"
@@ -42,7 +42,9 @@ def explain_nvml_error(nvml: Any, code: int) -> str:
 
 
 def is_device_gone(nvml: Any, error: Any) -> bool:
-    """Whether nothing else can be had of this device, or of any."""
+    """Whether the error means that this device, or the driver, is lost, so that other calls fail,
+    too.
+    """
     return error.value in (
         nvml.NVML_ERROR_GPU_IS_LOST,
         nvml.NVML_ERROR_UNINITIALIZED,
@@ -51,7 +53,7 @@ def is_device_gone(nvml: Any, error: Any) -> bool:
 
 
 def call_if_supported(nvml: Any, call: Callable[..., Any], *arguments: Any) -> Any:
-    """What a call gives; None where it cannot be had and the device is there nevertheless."""
+    """Returns the result of a call; None if it is not supported although the device is there."""
     try:
         return call(*arguments)
     except nvml.NVMLError as error:
@@ -62,7 +64,7 @@ def call_if_supported(nvml: Any, call: Callable[..., Any], *arguments: Any) -> A
 
 MIB = 1 << 20
 
-# GPM: metric id -> metric, labels, factor. From 248 on they count since the host started.
+# GPM: metric id -> metric, labels, factor. Those from 248 on are counters since the host started.
 GPM_METRICS: dict[int, tuple[str, tuple[str, ...], float]] = {
     1: ("gpu_graphics_active_ratio", (), 0.01),
     2: ("gpu_sm_active_ratio", (), 0.01),
@@ -100,13 +102,13 @@ MAX_GPM_SAMPLES = 4
 
 
 class GpmRing:
-    """The last samples of the pipes of one device or partition: ratios are those between two of
+    """The last samples of the pipes of one device or partition; ratios are computed between two of
     them.
     """
 
     def __init__(self, nvml: Any, handle: Any, instance: int | None) -> None:
         self._nvml = nvml
-        self._handle = handle  # of the whole device, also for a partition
+        self._handle = handle  # of the whole device, even for a partition
         self._instance = instance
         self._samples: deque[tuple[float, Any]] = deque()
 
@@ -114,7 +116,7 @@ class GpmRing:
         """Take a sample.
 
         Raises:
-            NVMLError: The device has none now.
+            NVMLError: The device cannot be sampled now.
         """
         full = len(self._samples) >= MAX_GPM_SAMPLES
         sample = self._samples.popleft()[1] if full else self._nvml.nvmlGpmSampleAlloc()
@@ -132,8 +134,8 @@ class GpmRing:
         return len(self._samples)
 
     def values(self) -> dict[int, float | str]:
-        """GPM metric -> its value since the sample before, or why there is none; empty with less
-        than two samples.
+        """Returns GPM metric -> its value since the previous sample, or why there is none; empty
+        with fewer than two samples.
 
         Raises:
             NVMLError: The driver cannot compare the samples.
@@ -161,7 +163,7 @@ class GpmRing:
         }
 
     def free(self) -> None:
-        """Let go of all samples."""
+        """Free all samples."""
         while self._samples:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(self._samples.pop()[1])
@@ -170,8 +172,8 @@ class GpmRing:
 ALL_LINKS = 0xFFFFFFFF
 NVLINKS = 18
 
-# Metric, its labels after the device, the call, its arguments after the handle, and what its unit
-# is of ours.
+# Metric, its labels after the device, the call, its arguments after the handle, and the factor to
+# our unit.
 MetricCalls = tuple[tuple[str, tuple[str, ...], str, tuple[int, ...], float], ...]
 SIMPLE_METRICS: MetricCalls = (
     ("gpu_power_watts", (), "nvmlDeviceGetPowerUsage", (), 1e-3),
@@ -180,7 +182,7 @@ SIMPLE_METRICS: MetricCalls = (
     ("gpu_clock_hertz", ("sm",), "nvmlDeviceGetClockInfo", (1,), 1e6),
     ("gpu_clock_hertz", ("memory",), "nvmlDeviceGetClockInfo", (2,), 1e6),
 )
-# What changes slowly, or takes a driver long: not at every sample of a fast series.
+# Period of metrics that change slowly or are slow to read.
 SLOW_INTERVAL_S = 5.0
 SLOW_METRICS: MetricCalls = (
     ("gpu_power_limit_watts", (), "nvmlDeviceGetEnforcedPowerLimit", (), 1e-3),
@@ -188,8 +190,8 @@ SLOW_METRICS: MetricCalls = (
     ("gpu_errors_total", ("ecc-corrected", ""), "nvmlDeviceGetTotalEccErrors", (0, 1), 1.0),
     ("gpu_errors_total", ("ecc-uncorrected", ""), "nvmlDeviceGetTotalEccErrors", (1, 1), 1.0),
 )
-# Field values: id -> metric, labels, factor. Of two for the same series the first that the device
-# has is taken.
+# Field values: id -> metric, labels, factor. Of two for the same series the first one that the
+# device supports is used.
 NVLINK_DEVICE_FIELDS = (("transmit", 138, 1024.0), ("receive", 139, 1024.0))
 NVLINK_LINK_FIELDS = (("transmit", 202, 1.0), ("receive", 204, 1.0))  # NVLink 5
 NVML_FIELDS: tuple[tuple[int, str, tuple[str, ...], float], ...] = (
@@ -241,9 +243,9 @@ class NvmlDevice:
         self.handle = handle
         self.parent = parent
         self.instance: int | None = None
-        self.missing: dict[str, str] = {}  # metric, with its labels, -> why it is absent
+        self.missing: dict[str, str] = {}  # metric with its labels -> why it is absent
         self.present: set[str] = set()
-        self.seen_us = 0  # when use by processes was asked for last, in the driver's time
+        self.seen_us = 0  # time of the last query of process utilization, on the driver's clock
         self._nvml = nvml
         self._seldom: Values = {}
         self._seldom_at = 0.0
@@ -254,10 +256,11 @@ class NvmlDevice:
             self.arm()
 
     def attempt(self, key: str, call: Callable[..., T], *arguments: Any) -> T | None:
-        """What a call gives; None where it cannot be had, and then `missing` has the reason.
+        """Returns the result of a call; None if it is not supported, and then `missing` has the
+        reason.
 
         Raises:
-            NVMLError: The device is lost, or the driver is gone: nothing else can be had either.
+            NVMLError: The device or the driver is lost, so that other calls would fail, too.
         """
         try:
             return call(*arguments)
@@ -268,7 +271,7 @@ class NvmlDevice:
             return None
 
     def arm(self) -> None:
-        """Begin to count pipes, where the device can."""
+        """Start the pipe counters, if the device has any."""
         if self.gpm is not None:
             return
         device_handle = self.handle if self.parent is None else self.parent.handle
@@ -286,12 +289,12 @@ class NvmlDevice:
         if self.parent is None:
             with suppress(
                 self._nvml.NVMLError
-            ):  # without it the counters are armed at every sample
+            ):  # without streaming the counters are armed at every sample
                 self._nvml.nvmlGpmSetStreamingEnabled(device_handle, 1)
         self.gpm = GpmRing(self._nvml, device_handle, self.instance)
 
     def disarm(self) -> bool:
-        """Release the counters; whether there were any."""
+        """Release the counters; returns whether there were any."""
         if self.gpm is None:
             return False
         self.gpm.free()
@@ -302,12 +305,12 @@ class NvmlDevice:
         return True
 
     def take_gpm(self, now: float) -> None:
-        """Take a sample of the pipes."""
+        """Take a sample of the pipe counters."""
         if self.gpm is not None:
             self.attempt("gpu_pipe_active_ratio", self.gpm.take, now)
 
     def sample(self, now: float) -> Values:
-        """(metric, labels after the device) -> value; `now` in seconds that only grow."""
+        """Returns (metric, labels after the device) -> value; `now` in monotonic seconds."""
         values: Values = {}
         nvml, handle = self._nvml, self.handle
         memory = self.attempt(
@@ -315,7 +318,7 @@ class NvmlDevice:
         )
         if memory is not None:
             values["gpu_memory_reserved_bytes", ()] = memory.reserved
-        else:  # before version 2, what the driver reserves counts as used
+        else:  # before version 2 of the call, memory reserved by the driver counts as used
             memory = self.attempt("gpu_memory_used_bytes", nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is not None:
             values["gpu_memory_used_bytes", ()] = memory.used
@@ -405,7 +408,7 @@ class NvmlDevice:
                         explain_nvml_error(self._nvml, field.nvmlReturn),
                     )
                 continue
-            # The value is a union; its type says which member holds it: double, unsigned int, long,
+            # The value is a union; its type is the index of the member: double, unsigned int, long,
             # long long, and signed ones.
             members = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
             value = float(getattr(field.value, members[field.valueType])) * factor
@@ -416,7 +419,7 @@ class NvmlDevice:
         for direction, total in link_totals.items():
             values.setdefault(("gpu_link_bytes_total", ("nvlink", direction)), total)
         if ("gpu_link_bytes_total", ("pcie", "transmit")) not in values and self.gpm is None:
-            # Only where nothing else tells: the driver measures for 20 ms each.
+            # Only as a last resort: each measurement takes the driver 20 ms.
             for direction, counter in (("transmit", 0), ("receive", 1)):
                 key = format_capability("gpu_link_bytes_per_second", ("pcie", direction))
                 rate = self.attempt(key, nvml.nvmlDeviceGetPcieThroughput, handle, counter)
@@ -425,7 +428,7 @@ class NvmlDevice:
         return values
 
     def processes(self) -> list[DeviceProcess]:
-        """Who runs on it, and how much since the last call."""
+        """Returns its processes, and their utilization since the last call."""
         nvml = self._nvml
         memory: dict[int, int | None] = {}
         for name in (
@@ -447,7 +450,7 @@ class NvmlDevice:
                 device=self.device.uuid,
                 pid=pid,
                 memory_bytes=used,
-                # The driver tells of those that ran: among them, who is not named did not.
+                # The driver reports only processes that ran; the others were idle.
                 busy_ratio=(sum(busy[pid]) / len(busy[pid]) if pid in busy else 0.0)
                 if busy
                 else None,
@@ -456,7 +459,7 @@ class NvmlDevice:
         ]
 
     def _uses(self, since_us: int) -> list[Any]:
-        """Samples of what processes used since then; none where nothing ran."""
+        """Returns the samples of process utilization since then; empty if nothing ran."""
         try:
             return list(self._nvml.nvmlDeviceGetProcessUtilization(self.handle, since_us))
         except self._nvml.NVMLError_NotFound:
@@ -465,7 +468,7 @@ class NvmlDevice:
 
 NO_INSTANCE = 0xFFFFFFFF
 UNKNOWN_XID = 999
-MAX_EVENTS = 1000  # of one sample
+MAX_EVENTS = 1000  # per sample
 
 # Compute capability -> the architecture whose multiprocessors are alike (flop_per_clock.json).
 ARCHITECTURES = {
@@ -492,12 +495,13 @@ class NvmlAccelerator:
     """All devices of NVIDIA's driver.
 
     Args:
-        config: Nothing of it is used, as all devices are looked at.
-        clock: Seconds that only grow.
+        config: Unused, as all devices are sampled.
+        clock: Monotonic seconds.
 
     Raises:
-        NotHere: There is no driver, no device, or nvidia-ml-py is not installed.
-        NVMLError: The driver refuses; the back end is made again later, as after a reload of the driver.
+        BackendUnavailable: There is no driver, no device, or nvidia-ml-py is not installed.
+        NVMLError: The driver refuses; the back end is created again later, as after a reload of the
+            driver.
     """
 
     name = "nvml"
@@ -512,7 +516,7 @@ class NvmlAccelerator:
         self._nvml = pynvml
         self._clock = clock
         self._devices: dict[str, NvmlDevice] = {}
-        self._handles: dict[int | None, str] = {}  # handle -> device that it stands for, for events
+        self._handles: dict[int | None, str] = {}  # handle -> uuid of its device, for events
         self._lost_before: dict[int, str] = {}  # index -> why it has no identity
         self._events: Any = None
         self._paused_until = 0.0
@@ -537,7 +541,7 @@ class NvmlAccelerator:
             self._events = pynvml.nvmlEventSetCreate()
 
     def devices(self) -> list[Device]:
-        """The devices, each followed by its partitions; a lost one is stale."""
+        """Returns the devices, each followed by its partitions; a lost one is stale."""
         nvml = self._nvml
         count = nvml.nvmlDeviceGetCount()
         if not count:
@@ -548,7 +552,7 @@ class NvmlAccelerator:
         return [entry.device for entry in self._devices.values()]
 
     def capabilities(self) -> dict[str, str]:
-        """What any device gives, and why what none gives is absent."""
+        """Returns the metrics of any device, and why the others are absent."""
         reasons = {f"device {index}": reason for index, reason in self._lost_before.items()}
         for entry in self._devices.values():
             reasons.update(
@@ -559,10 +563,10 @@ class NvmlAccelerator:
         return reasons | {key: "" for entry in self._devices.values() for key in entry.present}
 
     def sample(self) -> list[Reading]:
-        """All metrics of all devices that answer."""
+        """Returns all metrics of all devices that respond."""
         if self._paused_until and self._clock() >= self._paused_until:
             self._paused_until = 0.0
-            for _ in self._answering(NvmlDevice.arm):  # counts pipes again
+            for _ in self._answering(NvmlDevice.arm):  # restarts the pipe counters
                 pass
         for _ in self._answering(NvmlDevice.take_gpm, self._clock()):
             pass
@@ -578,7 +582,9 @@ class NvmlAccelerator:
         ]
 
     def processes(self) -> list[DeviceProcess]:
-        """Who runs on the devices; of a partitioned one, on its partitions."""
+        """Returns the processes on the devices; those on a partitioned one belong to its
+        partitions.
+        """
         parents = {entry.device.parent for entry in self._devices.values()}
         return [
             process
@@ -588,7 +594,7 @@ class NvmlAccelerator:
         ]
 
     def events(self) -> list[DeviceEvent]:
-        """What happened since the last call."""
+        """Returns the events since the last call."""
         nvml = self._nvml
         happened: list[DeviceEvent] = []
         for _ in range(MAX_EVENTS if self._events is not None else 0):
@@ -596,7 +602,7 @@ class NvmlAccelerator:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
             except (
                 nvml.NVMLError
-            ):  # none is waiting, or the device is lost, which its own calls tell
+            ):  # no event is queued, or the device is lost, which its own calls report
                 break
             uuid = self._handles.get(ctypes.cast(event.device, ctypes.c_void_p).value, "")
             if event.gpuInstanceId != NO_INSTANCE:
@@ -622,12 +628,12 @@ class NvmlAccelerator:
         return happened
 
     def pause(self, seconds: float) -> bool:
-        """Stop counting pipes, so that a profiler that needs the counters gets them."""
+        """Release the pipe counters, so that a profiler can use them."""
         self._paused_until = self._clock() + seconds
         return sum(entry.disarm() for entry in self._devices.values()) > 0
 
     def close(self) -> None:
-        """Let go of counters, events and the library."""
+        """Release counters, events and the library."""
         with suppress(self._nvml.NVMLError):
             for entry in self._devices.values():
                 entry.disarm()
@@ -636,8 +642,8 @@ class NvmlAccelerator:
             self._nvml.nvmlShutdown()
 
     def _answering(self, call: Callable[..., T], *arguments: Any) -> Iterator[tuple[NvmlDevice, T]]:
-        """What a call gives for each device that is not lost; one that falls off the bus meanwhile
-        turns stale.
+        """Yields the result of a call for each device that is not lost; one that fails meanwhile
+        becomes stale.
         """
         for entry in self._devices.values():
             if entry.device.stale:
@@ -656,14 +662,14 @@ class NvmlAccelerator:
         )
 
     def _list(self, index: int) -> list[NvmlDevice]:
-        """A device and its partitions; those of the last time, stale, where it is lost."""
+        """Returns a device and its partitions; if it is lost, those of the last time, stale."""
         nvml = self._nvml
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
             call_if_supported(
                 nvml, nvml.nvmlDeviceGetMemoryInfo, handle
-            )  # the others may answer of a lost device from memory
+            )  # other calls may answer for a lost device from a cache
             entry = self._devices.get(uuid)
             if entry is None or entry.device.stale:
                 entry = self._add(handle, uuid, index)
@@ -696,7 +702,7 @@ class NvmlAccelerator:
         cores_per_sm = CORES_PER_SM.get(architecture)
         if (
             architecture and "GeForce" in model
-        ):  # whose matrix units add in 32 bits at half the rate
+        ):  # their matrix units accumulate in 32 bits at half the rate
             architecture += "-geforce"
         device = Device(
             uuid=uuid,
@@ -731,7 +737,7 @@ class NvmlAccelerator:
             uuid = (
                 None if handle is None else call_if_supported(nvml, nvml.nvmlDeviceGetUUID, handle)
             )
-            if uuid is None:  # nothing is in that slot, or it was taken away just now
+            if uuid is None:  # the slot is empty, or the partition was just removed
                 continue
             if uuid in self._devices and not self._devices[uuid].device.stale:
                 yield self._devices[uuid]

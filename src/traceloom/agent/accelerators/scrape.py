@@ -1,8 +1,8 @@
-"""Devices that another exporter already watches: dcgm-exporter, AMD's device-metrics-exporter,
-GKE's TPU device plugin.
+"""Devices from exporters that already run: dcgm-exporter, AMD's device-metrics-exporter, GKE's TPU
+device plugin.
 
-`[accelerators] scrape = ["http://127.0.0.1:9400/metrics"]`; where NVML has no counters of pipes
-(A100), these come from here while all else comes from NVML.
+`[accelerators] scrape = ["http://127.0.0.1:9400/metrics"]`; if NVML has no pipe counters (A100),
+these come from here and everything else from NVML.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from traceloom.agent.config import Config
 from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import METRICS, Reading
 
-SCRAPE_TIMEOUT_S = 1.5  # of one exporter: below the limit of the back end, so that one that hangs takes none else with it
+# Per exporter; below the limit of the back end, so that one that hangs does not affect the others.
+SCRAPE_TIMEOUT_S = 1.5
 MIN_INTERVAL_S = (
-    1.0  # an exporter measures no faster, whoever asks ten times a second while a trace runs
+    1.0  # exporters measure no faster, although a running trace samples ten times a second
 )
 MAX_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 16
@@ -41,11 +42,13 @@ BLANK_RANGES = (
     (2**31 - 16, 2**31),
     (2**47, 2**47 + 16),
     (2**63 - 16, 2**64),
-)  # how DCGM writes that it has no value
+)  # how DCGM writes a missing value
 
 
 class ExporterSeries(NamedTuple):
-    """A series of an exporter and what it is of ours: its value is ours divided by `factor`."""
+    """A series of an exporter and the metric that it becomes: its value is that of the metric
+    divided by `factor`.
+    """
 
     name: str
     metric: str
@@ -65,7 +68,7 @@ _DCGM = tuple(
     for alias in metric.dcgm_aliases
 )
 _DEV, _PROF, _PIPE = "DCGM_FI_DEV_", "DCGM_FI_PROF_", "gpu_pipe_active_ratio"
-# Names of DCGM 4.6, beside those of before (which it still answers to): some in other units.
+# Names of DCGM 4.6 in addition to the older ones (which it still accepts); some have other units.
 _DCGM_4 = (
     ExporterSeries(_PROF + "GR_ENGINE_UTIL_RATIO", "gpu_graphics_active_ratio"),
     ExporterSeries(_PROF + "SM_UTIL_RATIO", "gpu_sm_active_ratio"),
@@ -131,7 +134,7 @@ _AMD = (
 )
 _TPU = tuple(
     ExporterSeries(name + suffix, metric, labels, factor)
-    for suffix in ("", "_node")  # `_node` has the chips that no container holds, too
+    for suffix in ("", "_node")  # `_node` includes the chips that no container holds
     for name, metric, labels, factor in (
         ("duty_cycle", "gpu_busy_ratio", (), 0.01),
         ("tensorcore_utilization", _PIPE, ("tensor",), 0.01),
@@ -140,7 +143,7 @@ _TPU = tuple(
         ("memory_total", "gpu_memory_limit_bytes", (), 1.0),
     )
 )
-# Of two for the same series the first that the exporter has is taken.
+# Of two for the same series the first one that the exporter has is used.
 EXPORTER_SERIES = (
     *_DCGM,
     *_DCGM_4,
@@ -152,7 +155,7 @@ _SERIES_BY_NAME: dict[str, list[tuple[int, ExporterSeries]]] = defaultdict(list)
 for _order, _source in enumerate(EXPORTER_SERIES):
     _SERIES_BY_NAME[_source.name].append((_order, _source))
 
-# Labels that say whose a device is, by exporter -> field of an owner.
+# Label of an exporter -> field of the device's owner.
 _OWNER_LABELS = {
     "pod": "pod",
     "namespace": "namespace",
@@ -165,7 +168,7 @@ _OWNER_LABELS = {
 
 
 def build_device(labels: Mapping[str, str]) -> Device | None:
-    """The device that a series is of, by the labels of its exporter; None where it is of none."""
+    """Returns the device of a series, from its exporter's labels; None if it has none."""
     owner = {field: labels[label] for label, field in _OWNER_LABELS.items() if labels.get(label)}
     if uuid := labels.get("UUID"):
         model = find_device_model(labels.get("modelName", ""))
@@ -179,7 +182,7 @@ def build_device(labels: Mapping[str, str]) -> Device | None:
             pci=labels.get("pci_bus_id", ""),
             driver=labels.get("DCGM_FI_DRIVER_VERSION", ""),
             partition=f"{labels.get('GPU_I_PROFILE', '')} gi={instance}" if instance else "",
-            # How many multiprocessors a partition has is not said.
+            # The number of multiprocessors of a partition is unknown.
             multiprocessors=model.multiprocessors if model and not instance else None,
             highest_clock_hz=model.highest_clock_hz if model else None,
             architecture=model.architecture if model else "",
@@ -197,8 +200,8 @@ def build_device(labels: Mapping[str, str]) -> Device | None:
     if identity and "gpu_id" in labels:
         name = labels.get("card_series") or labels.get("card_model", "")
         model = find_device_model(name)
-        # A card that is divided lists its partitions one by one; the first has the number of the
-        # whole.
+        # A divided card lists its partitions one by one; the first has the number of the whole
+        # card.
         partition = labels.get("gpu_partition_id", "0")
         divided = labels.get("gpu_compute_partition_type", "spx").lower() != "spx"
         return Device(
@@ -218,15 +221,15 @@ def build_device(labels: Mapping[str, str]) -> Device | None:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: object) -> None:
-        """An exporter that sends elsewhere is not followed: the configuration names where to look."""
+        """Refuse redirects: the configuration names the addresses to scrape."""
 
 
 class ScrapedAccelerator:
-    """What exporters say; the devices of one that does not answer are stale while the others go on.
+    """Devices reported by exporters; those of an exporter that does not respond become stale.
 
     Args:
-        config: Their addresses.
-        clock: Seconds that only grow.
+        config: Has the addresses.
+        clock: Monotonic seconds.
     """
 
     name = "scrape"
@@ -237,7 +240,7 @@ class ScrapedAccelerator:
                 'no exporter is scraped: [accelerators] scrape = ["http://127.0.0.1:9400/metrics"] names one'
             )
         self._addresses: list[str] = []
-        for text in config.accelerators.scrape:  # of a host and port alone, its `/metrics` by HTTP
+        for text in config.accelerators.scrape:  # `host:port` means its `/metrics` over HTTP
             parts = urllib.parse.urlsplit(text if "//" in text else f"http://{text}")
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"`{text}` in [accelerators] scrape is no address of an exporter")
@@ -251,9 +254,7 @@ class ScrapedAccelerator:
         self._again_at = -math.inf
 
     def devices(self) -> list[Device]:
-        """Scrape all exporters at the same time, unless that was just done; the devices that they
-        tell of.
-        """
+        """Scrape all exporters in parallel, unless that was just done, and return their devices."""
         if self._clock() >= self._again_at:
             self._again_at = self._clock() + MIN_INTERVAL_S
             threads = [
@@ -267,12 +268,12 @@ class ScrapedAccelerator:
                 thread.start()
             for thread, address in zip(threads, self._addresses, strict=True):
                 thread.join(max(0.0, deadline - time.monotonic()))
-                if thread.is_alive():  # looking up its name, which has no time-out
+                if thread.is_alive():  # it hangs in name resolution, which has no time-out
                     self._fail(address, "it has not answered in time")
         return [device for address in self._addresses for device in self._devices[address].values()]
 
     def capabilities(self) -> dict[str, str]:
-        """What the exporters have, and which do not answer."""
+        """Returns the metrics of the exporters, and the errors of those that do not respond."""
         present = {
             format_capability(reading.metric, reading.labels[1:]): "" for reading in self.sample()
         }
@@ -281,23 +282,23 @@ class ScrapedAccelerator:
         }
 
     def sample(self) -> list[Reading]:
-        """What they said."""
+        """Returns the readings of the last scrape."""
         return [reading for readings in list(self._readings.values()) for reading in readings]
 
     def processes(self) -> list[DeviceProcess]:
-        """Exporters tell of none."""
+        """Always empty: exporters do not list processes."""
         return []
 
     def events(self) -> list[DeviceEvent]:
-        """Exporters tell of none."""
+        """Always empty: exporters do not report events."""
         return []
 
     def pause(self, seconds: float) -> bool:  # noqa: ARG002 - as every back end
-        """The counters are the exporter's."""
+        """Always False: the counters belong to the exporter."""
         return False
 
     def close(self) -> None:
-        """Nothing is open between two scrapes."""
+        """Does nothing: no connection stays open between scrapes."""
 
     def _scrape(self, address: str) -> None:
         try:
@@ -305,8 +306,8 @@ class ScrapedAccelerator:
             with self._opener.open(address, timeout=SCRAPE_TIMEOUT_S) as answer:
                 parts: list[bytes] = []
                 size = 0
-                # Chunk by chunk: the time-out of a socket starts anew with every byte of a slow
-                # exporter.
+                # Chunk by chunk, to check the total time: a socket's time-out restarts with every
+                # byte of a slow exporter.
                 while chunk := answer.read1(CHUNK_BYTES):
                     size += len(chunk)
                     if size > MAX_BYTES:
@@ -332,7 +333,7 @@ class ScrapedAccelerator:
 
 
 def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
-    """The devices and readings in the text of an exporter.
+    """Returns the devices and readings in the response of an exporter.
 
     Raises:
         ValueError: It is not the text format of Prometheus.
@@ -343,7 +344,7 @@ def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
     values: dict[tuple[str, str, tuple[str, ...]], tuple[int, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            # The parser gives every counter the `_total` of OpenMetrics, which these exporters do
+            # The parser appends OpenMetrics' `_total` to every counter, which these exporters do
             # not print.
             for order, source in _SERIES_BY_NAME.get(sample.name) or _SERIES_BY_NAME.get(
                 sample.name.removesuffix("_total"), []
@@ -357,7 +358,7 @@ def parse_exporter_text(text: str) -> tuple[dict[str, Device], list[Reading]]:
                     or any(a <= sample.value < b for a, b in BLANK_RANGES)
                 ):
                     continue
-                if source.metric == "gpu_last_xid" and not sample.value:  # there was none
+                if source.metric == "gpu_last_xid" and not sample.value:  # 0: no error so far
                     continue
                 if device.uuid not in devices or (device.owner and not devices[device.uuid].owner):
                     devices[device.uuid] = device

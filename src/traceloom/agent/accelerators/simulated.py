@@ -1,4 +1,4 @@
-"""Made-up devices, and recorded samples played back."""
+"""Simulated devices, recording of samples, and replay of recorded ones."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ IDLE_WATTS, POWER_LIMIT_WATTS = 75.0, 700.0
 CHECKPOINT_INTERVAL_S, CHECKPOINT_DURATION_S = (
     120.0,
     8.0,
-)  # the made job stops to write what it has learned
+)  # the simulated job pauses to write a checkpoint
 PIPES = ("tensor", "hmma", "imma", "dmma", "dfma", "fp64", "fp32", "fp16", "int")
 
 
 class DeviceLoad(msgspec.Struct, kw_only=True):
-    """What one device does. Ratios are of time; a pipe that is not named is idle."""
+    """The load of one device. Ratios are of time; a pipe without an entry is idle."""
 
     busy: float
     pipes: dict[str, float]
@@ -41,14 +41,14 @@ class DeviceLoad(msgspec.Struct, kw_only=True):
     clock_hz: float = CLOCK_HZ
     memory_bytes: int = 60 << 30
     processes: list[DeviceProcess] = []
-    stale: str = ""  # why it does not answer
+    stale: str = ""  # why it does not respond
 
 
 class SimulatedAccelerator:
-    """So many H100. Their load is a function of time and index alone, unless one is planted.
+    """Simulated H100 devices. Their load is a function of time and index only, unless overridden.
 
     Args:
-        config: How many, and of which host: devices of two hosts have different identities.
+        config: Number of devices, and the host: devices of two hosts have different identities.
         clock: Seconds.
     """
 
@@ -56,7 +56,7 @@ class SimulatedAccelerator:
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
         self.overrides: dict[int, DeviceLoad] = {}  # index -> its load from now on
-        self.pending_events: list[DeviceEvent] = []  # what the next call tells
+        self.pending_events: list[DeviceEvent] = []  # returned by the next call of `events`
         self.paused_until = 0.0
         self._clock = clock
         self._device_count = config.accelerators.simulated
@@ -70,15 +70,14 @@ class SimulatedAccelerator:
             )
 
     def uuid(self, index: int) -> str:
-        """Identity of a device: the same whenever this host simulates."""
+        """Returns the uuid of a device, which is stable for this host."""
         return f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{self._host}')}"
 
     def load(self, index: int) -> DeviceLoad:
-        """What a device does now."""
+        """Returns the current load of a device."""
         if index in self.overrides:
             return self.overrides[index]
-        # A job that trains in BF16, writes a checkpoint now and then, and whose devices are not
-        # quite alike.
+        # A job that trains in BF16, writes checkpoints, and whose devices differ slightly.
         seconds = self._clock()
         if seconds % CHECKPOINT_INTERVAL_S < CHECKPOINT_DURATION_S:
             return DeviceLoad(
@@ -98,7 +97,7 @@ class SimulatedAccelerator:
         )
 
     def devices(self) -> list[Device]:
-        """So many as the configuration says."""
+        """Returns the configured number of devices."""
         return [
             Device(
                 uuid=self.uuid(index),
@@ -117,15 +116,15 @@ class SimulatedAccelerator:
         ]
 
     def capabilities(self) -> dict[str, str]:
-        """All that is simulated can be had."""
+        """Returns all simulated metrics as available."""
         return {
             format_capability(reading.metric, reading.labels[1:]): ""
             for reading in self._build_readings(0)
         }
 
     def sample(self) -> list[Reading]:
-        """The metrics of a Hopper device with GPM; energy and throttling add up since the first
-        call.
+        """Returns the metrics of a Hopper device with GPM; energy and throttling accumulate from
+        the first call.
         """
         now = self._clock()
         seconds = 0.0 if self._last_sample_s is None else max(0.0, now - self._last_sample_s)
@@ -142,7 +141,7 @@ class SimulatedAccelerator:
         ]
 
     def processes(self) -> list[DeviceProcess]:
-        """The planted ones."""
+        """Returns the processes planted by `overrides`."""
         return [
             msgspec.structs.replace(process, device=self.uuid(index))
             for index, load in self.overrides.items()
@@ -151,17 +150,17 @@ class SimulatedAccelerator:
         ]
 
     def events(self) -> list[DeviceEvent]:
-        """What was put into `happened`."""
+        """Returns and clears `pending_events`."""
         events, self.pending_events = self.pending_events, []
         return events
 
     def pause(self, seconds: float) -> bool:
-        """No activity of pipes for so long."""
+        """Report no pipe activity for `seconds`."""
         self.paused_until = self._clock() + seconds
         return True
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Does nothing: there are no resources."""
 
     def _build_readings(self, index: int) -> list[Reading]:
         load, device = self.load(index), (self.uuid(index),)
@@ -230,7 +229,7 @@ class RecordingHeader(msgspec.Struct, frozen=True):
 
 
 class SampleWriter:
-    """Writes samples to a file, a line each, behind one that says what the file is."""
+    """Writes samples to a file, one per line, after a header line."""
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("wb")  # noqa: SIM115 - open for as long as the agent records
@@ -240,17 +239,17 @@ class SampleWriter:
         )
 
     def write(self, sample: Sample) -> None:
-        """Append a sample, whole before the next begins."""
+        """Append a sample and flush it."""
         self._file.write(self._encoder.encode(sample) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._file.close()
 
 
 def read_samples(path: str | Path) -> Generator[Sample, None, None]:
-    """The samples of a file, one after the other; a last line that was cut off is left out.
+    """Yields the samples of a file; an incomplete last line is dropped.
 
     Raises:
         InputError: `unreadable`, `other-version`; `wrong-recording`: not a file of samples.
@@ -289,12 +288,11 @@ def read_samples(path: str | Path) -> Generator[Sample, None, None]:
 
 
 class RecordedAccelerator:
-    """Plays samples again, as far apart as they were recorded; after the last one its devices are
-    stale.
+    """Replays samples at their recorded pace; after the last one its devices are stale.
 
     Args:
-        config: Where the file is.
-        clock: Seconds that only grow.
+        config: Has the path of the file.
+        clock: Monotonic seconds.
     """
 
     name = "recorded"
@@ -315,7 +313,7 @@ class RecordedAccelerator:
         self._interval_s = config.collect.period
 
     def devices(self) -> list[Device]:
-        """Those of the sample whose time it is."""
+        """Returns the devices of the current sample."""
         while (
             self._next is not None
             and self._next.at_ns / 1e9 <= self._clock() - self._clock_offset_s
@@ -331,32 +329,32 @@ class RecordedAccelerator:
         )
 
     def capabilities(self) -> dict[str, str]:
-        """What could be had where it was recorded."""
+        """Returns the capabilities of the recorded host."""
         return self._current.capabilities
 
     def sample(self) -> list[Reading]:
-        """The readings of the sample whose time it is."""
+        """Returns the readings of the current sample."""
         return [] if self._has_ended() else self._current.readings
 
     def processes(self) -> list[DeviceProcess]:
-        """Who was on the devices."""
+        """Returns the processes of the current sample."""
         return [] if self._has_ended() else self._current.processes
 
     def events(self) -> list[DeviceEvent]:
-        """What happened since the last call, with the times of the recording."""
+        """Returns the events since the last call, with the times of the recording."""
         events, self._events = self._events, []
         return events
 
     def pause(self, seconds: float) -> bool:  # noqa: ARG002 - as every back end
-        """There is nothing to release."""
+        """Always False: there are no counters."""
         return False
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._samples.close()
 
     def _has_ended(self) -> bool:
-        # The last sample is true for as long as the one before it was.
+        # The last sample is valid for as long as the previous one was.
         return (
             self._next is None
             and self._clock() - self._clock_offset_s > self._current.at_ns / 1e9 + self._interval_s

@@ -1,25 +1,20 @@
-"""Stop one thread by ptrace, call a function in it, schedule our text.
+"""Runs our Python text in another process: stops its main thread by ptrace, and calls a function
+that schedules the text.
 
-text of ours when it is between two instructions of Python.
+CPython runs scheduled text in its main thread between two instructions, as it runs signal handlers:
+nothing of the program is half done then, and no lock of ours can collide with one of its own. The
+text only starts a thread (payload.py), which reports its progress through a file
+(profilers/attached.py). `sys.remote_exec` of Python 3.14 does the same, if the agent has the same
+version.
 
-ptrace.py (one thread, stopped) ─► scheduling.py (a worker: what it is to run) ─► in_target.py (runs
-there)
-                                                                     orders.py ◄──── says how far it
-                                                                     is
-
-A debugger is not used: the ones that distributions have cannot write back the registers of
-processors with AMX (gdb 13: "Couldn't write extended state status: Bad address"), which ends the
-process, and stop all threads for 300 ms.
+A debugger is not used: those of distributions cannot write back the registers of processors with
+AMX (gdb 13: "Couldn't write extended state status: Bad address"), which ends the process, and stop
+all threads for 300 ms.
 
 The thread is stopped by the kernel alone: no signal reaches the process and nothing is written into
-its code. Where it was in a system call, the kernel begins that again, as it does after any stop; a
-few (epoll_wait) return with EINTR, which programs have to expect and Python hides. Blocks, so it
+its code. If it was in a system call, the kernel restarts that, as after any stop; a few
+(epoll_wait) return with EINTR, which programs have to expect and Python hides. This blocks, so it
 runs in a worker.
-
-CPython runs what is scheduled in its main thread, between two instructions of the program, as it
-runs handlers of
-signals: nothing of the program's is half done then, and no lock of ours can meet one of it. The text only starts a
-thread. `sys.remote_exec` of Python 3.14 does the same, where the agent has the same version.
 """
 
 from __future__ import annotations
@@ -42,16 +37,16 @@ from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
 # Values of <linux/ptrace.h>.
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
 _SEIZE, _INTERRUPT = 0x4206, 0x4207
-_GET_REGISTERS, _SET_REGISTERS = 0x4204, 0x4205  # of a set
+_GET_REGISTERS, _SET_REGISTERS = 0x4204, 0x4205  # PTRACE_GETREGSET, PTRACE_SETREGSET
 _GET_MASK, _SET_MASK = 0x420A, 0x420B
-_MARK_SYSCALLS = 1  # stops at system calls are told from signals
-_GENERAL, _EXTENDED = 1, 0x202  # sets of registers: NT_PRSTATUS, NT_X86_XSTATE
+_MARK_SYSCALLS = 1  # distinguishes stops at system calls from signals
+_GENERAL, _EXTENDED = 1, 0x202  # register sets: NT_PRSTATUS, NT_X86_XSTATE
 _EVENT_STOP = 128
 _AT_SYSTEM_CALL = signal.SIGTRAP | 0x80
 _WALL = 0x40000000
 _MAX_EXTENDED_BYTES = 1 << 16  # bytes; AMX needs 11,008
 _RED_ZONE = 128  # bytes below the stack pointer that a function may use
-_CODE_64 = 0x33  # the segment of code of 64 bits
+_CODE_64 = 0x33  # selector of the 64-bit code segment
 _POLL_S = 0.0002
 _REGISTER_NAMES = (
     "r15",
@@ -83,13 +78,13 @@ _REGISTER_NAMES = (
     "gs",
 )
 _NO_CALL = 2**64 - 1
-_CALL_FLAGS_MASK = ~0x500  # neither trap nor backward strings
+_CALL_FLAGS_MASK = ~0x500  # clears the trap and direction flags
 SUPPORTED_MACHINES = ("x86_64",)
-UNUSED_PID = 2**22 + 1  # a number that no process has
+UNUSED_PID = 2**22 + 1  # above the max pid of Linux
 
 
 class _Registers(ctypes.Structure):
-    """Those of general purpose: `struct user_regs_struct` of x86-64."""
+    """General-purpose registers: `struct user_regs_struct` of x86-64."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in _REGISTER_NAMES]
 
@@ -104,12 +99,12 @@ _LIBC.ptrace.restype = ctypes.c_long
 
 
 def is_possible() -> bool:
-    """Whether this machine's registers are known here."""
+    """Whether the registers of this machine's architecture are supported."""
     return platform.system() == "Linux" and platform.machine() in SUPPORTED_MACHINES
 
 
 def is_call_allowed() -> bool:
-    """Whether the kernel takes ptrace(2) from this process at all: filters of containers may refuse
+    """Whether the kernel allows this process ptrace(2) at all: filters of containers may refuse
     it.
     """
     try:
@@ -120,14 +115,15 @@ def is_call_allowed() -> bool:
 
 
 class StoppedThread:
-    """A thread that is stopped while this is open; then it goes on where it was.
+    """A context within which a thread is stopped; afterwards it continues where it was.
 
     Args:
-        thread: Its number.
-        limit_s: How long any of this may take; then the thread is put back as it was.
+        thread: Its id.
+        limit_s: Time limit of all operations; then the thread is restored.
 
     Raises:
-        OSError: EPERM: the kernel does not allow it; ESRCH: there is none; ETIMEDOUT: it did not stop in time.
+        OSError: EPERM: the kernel does not allow it; ESRCH: there is no such thread; ETIMEDOUT: it
+            did not stop in time.
     """
 
     def __init__(self, thread: int, limit_s: float) -> None:
@@ -139,10 +135,10 @@ class StoppedThread:
         self._extended_size = 0
         self._is_stopped = False
         self._stopped_ns = 0
-        self.pause_ns = 0  # how long it stood still, once this is closed
+        self.pause_ns = 0  # how long it was stopped, set on exit
 
     def __enter__(self) -> StoppedThread:  # noqa: PYI034  (Self is of Python 3.11)
-        """Stop it."""
+        """Stop the thread."""
         _call_ptrace(_SEIZE, self._thread, 0, _MARK_SYSCALLS)
         try:
             self._stopped_ns = time.monotonic_ns()
@@ -152,7 +148,7 @@ class StoppedThread:
                 raise OSError(errno.ENOEXEC, "it does not run code of 64 bits")  # noqa: TRY301
             self._extended_size = self._registers(_GET_REGISTERS, _EXTENDED, self._extended)
             _call_ptrace(_GET_MASK, self._thread, 8, ctypes.addressof(self._mask))
-            # Signals wait meanwhile, except those that an instruction itself causes.
+            # Block signals meanwhile, except those that an instruction itself raises.
             faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP, signal.SIGFPE}
             blocked = ctypes.c_uint64((2**64 - 1) & ~sum(1 << (number - 1) for number in faults))
             _call_ptrace(_SET_MASK, self._thread, 8, ctypes.addressof(blocked))
@@ -162,10 +158,10 @@ class StoppedThread:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put back what was changed, and let it go on."""
+        """Restore the registers and signal mask, and let the thread continue."""
         try:
-            # What is put back in a stop before a return to the program makes the kernel begin again
-            # what it was in.
+            # Registers restored in a stop before the return to user mode make the kernel restart
+            # the interrupted system call.
             self._until = max(self._until, time.monotonic() + 1.0)
             self._interrupt()
             self._registers(_SET_REGISTERS, _EXTENDED, self._extended, self._extended_size)
@@ -175,15 +171,15 @@ class StoppedThread:
             self._leave()
 
     def system_call(self, number: int, instruction: int, *arguments: int) -> int:
-        """Make it do a system call.
+        """Make the thread execute a system call.
 
         Args:
-            number: Of the call.
-            instruction: Where the program has the instruction `syscall`.
+            number: Number of the call.
+            instruction: Address of a `syscall` instruction in the program.
             arguments: At most six.
 
         Returns:
-            What the kernel says; negative numbers are errors.
+            The kernel's result; negative numbers are errors.
 
         Raises:
             OSError: ETIMEDOUT.
@@ -197,8 +193,8 @@ class StoppedThread:
         return self._after_system_call()
 
     def function_call(self, function: int, instruction: int, *arguments: int) -> int:
-        """Make it call a function that returns an `int`; it returns to the instruction `syscall`,
-        where it is stopped.
+        """Make the thread call a function that returns an `int`; it returns to a `syscall`
+        instruction, where it is stopped.
 
         Raises:
             OSError: ETIMEDOUT: it did not return in time.
@@ -217,20 +213,20 @@ class StoppedThread:
                 and registers.rsp > self._saved.rsp - _RED_ZONE - 32
             ):
                 break
-            self._after_system_call()  # one of the function's own
+            self._after_system_call()  # a system call of the function itself
         result = ctypes.c_int32(
             registers.orig_rax & 0xFFFFFFFF
-        ).value  # the result stands where the call's number does
+        ).value  # the result is in the register of the call's number
         registers.orig_rax = _NO_CALL
         self._registers(_SET_REGISTERS, _GENERAL, registers)
         self._after_system_call()
         return result
 
     def write(self, address: int, content: bytes) -> None:
-        """Write into its memory.
+        """Write into the process's memory.
 
         Raises:
-            OSError: It has none there.
+            OSError: The address is not mapped.
         """
         descriptor = os.open(f"/proc/{self._thread}/mem", os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -246,7 +242,7 @@ class StoppedThread:
         return registers
 
     def _to_system_call(self) -> None:
-        """Let it run to where it enters a system call, or leaves the one that it is in."""
+        """Let the thread run until it enters a system call, or leaves the current one."""
         number = 0
         while True:
             _call_ptrace(_SYSCALL, self._thread, 0, number)
@@ -256,7 +252,7 @@ class StoppedThread:
                 return
             number = (
                 0 if status >> 16 else os.WSTOPSIG(status)
-            )  # a signal, which the program is to have
+            )  # a signal, which is passed on to the program
 
     def _after_system_call(self) -> int:
         self._to_system_call()
@@ -265,19 +261,21 @@ class StoppedThread:
         return ctypes.c_int64(registers.rax).value
 
     def _interrupt(self) -> None:
-        """Stop it where it returns to the program, whether it runs or is stopped elsewhere."""
+        """Stop the thread where it returns to user mode, whether it runs or is stopped
+        elsewhere.
+        """
         number = 0
         while True:
             _call_ptrace(
                 _INTERRUPT, self._thread
-            )  # again each time: any other stop makes the kernel forget it
+            )  # repeated, as any other stop discards the request
             if self._is_stopped:
                 _call_ptrace(_CONT, self._thread, 0, number)
                 self._is_stopped = False
             status = self._next_stop()
             if status >> 16 == _EVENT_STOP:
                 return
-            # A signal, which the program is to have; other stops are none.
+            # A signal is passed on to the program; other stops have none.
             number = (
                 0 if status >> 16 or os.WSTOPSIG(status) == _AT_SYSTEM_CALL else os.WSTOPSIG(status)
             )
@@ -301,7 +299,7 @@ class StoppedThread:
         buffer: ctypes.Structure | ctypes.Array[ctypes.c_char],
         size: int = 0,
     ) -> int:
-        """Get or set a set of registers; how many bytes it has."""
+        """Get or set a set of registers; returns its size in bytes."""
         vector = _Vector(ctypes.addressof(buffer), size or ctypes.sizeof(buffer))
         _call_ptrace(request, self._thread, kind, ctypes.addressof(vector))
         return int(vector.size)
@@ -309,7 +307,7 @@ class StoppedThread:
     def _leave(self) -> None:
         with contextlib.suppress(
             OSError
-        ):  # it has ended, or runs: then the end of this process lets it go
+        ):  # it has ended, or runs: then it is detached when this process ends
             _call_ptrace(_DETACH, self._thread)
         self.pause_ns = time.monotonic_ns() - self._stopped_ns
 
@@ -325,7 +323,7 @@ _YAMA = "kernel.yama.ptrace_scope"
 
 
 def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
-    """Why processes cannot be attached to, and what would help; both "" where they can."""
+    """Returns why processes cannot be attached to, and what would help; both "" if they can."""
     if not is_possible():
         return f"the registers of {platform.machine()} are not known to it", ""
     try:
@@ -337,7 +335,7 @@ def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
             f"Yama forbids it to everybody ({_YAMA} is {scope})",
             "it stays so until the host is started again",
         )
-    # Yama makes exceptions for who has CAP_SYS_PTRACE.
+    # Yama exempts processes with CAP_SYS_PTRACE.
     status = read(proc / "self/status").splitlines() if scope else []
     capabilities = next(
         (int(line.split()[1], 16) for line in status if line.startswith(b"CapEff:")), 0
@@ -355,15 +353,14 @@ def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
     return "", ""
 
 
-_ATTACH_TIMEOUT_S = 2.0  # for all that is done while the thread stands still
+_ATTACH_TIMEOUT_S = 2.0  # for everything done while the thread is stopped
 _MAX_TEXT_BYTES = 1 << 20
 _MMAP, _MUNMAP = 9, 11  # numbers of system calls of x86-64
 _SCHED_SYSCALLS = b"\x0f\x05"  # the instruction
-_MAX_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are looked through for it
-_LIBRARY_NAMES = ("libpython", "libc.so", "libc-2")  # beside the program itself
+_MAX_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are searched for the instruction
+_LIBRARY_NAMES = ("libpython", "libc.so", "libc-2")  # searched in addition to the program itself
 _ADD_PENDING, _RUN = "Py_AddPendingCall", "PyRun_SimpleString"
-# Python does not expect what is scheduled to fail, and this may be where the program is to be
-# interrupted.
+# Scheduled text must not raise, and KeyboardInterrupt may arrive while it runs.
 _BOOTSTRAP = """\
 try:
     __import__("_thread").start_new_thread(__import__("builtins").exec, ({source}, {names}))
@@ -381,15 +378,15 @@ class _AttachFaultError(Exception):
 
 
 def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[str, Any]:
-    """Let a process do what an order says, once its main thread runs Python again.
+    """Make a process execute an order, as soon as its main thread runs Python.
 
     Args:
         pid: The process.
-        start_ticks: When it started: another process may have its number now.
-        order: As of `in_target.AttachedWork`.
+        start_ticks: Its start time: its pid may have been reused.
+        order: See `payload.AttachedWork`.
 
     Returns:
-        `pause_ns`, how long its main thread stood still; or `fault` (a slug) and `detail`.
+        `pause_ns`, how long its main thread was stopped; or `fault` (a slug) and `detail`.
     """
     try:
         if not is_possible():
@@ -460,7 +457,9 @@ def _check(pid: int, start_ticks: int, directory: str) -> None:
 
 
 def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
-    """Where the process has Python's two functions, and an instruction for system calls."""
+    """Returns the addresses of Python's two functions in the process, and of a `syscall`
+    instruction.
+    """
     parts = [mapping for mapping in read_mappings(pid) if mapping.executable]
     if not any(mapping.path.rpartition("/")[2].startswith("libtorch") for mapping in parts):
         raise _AttachFaultError("it has no PyTorch", slug="no-torch")
@@ -498,10 +497,10 @@ def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
 
 
 def _build_payload_text(source: str, order: dict[str, Any], address: int, size: int) -> bytes:
-    """What Python is to run: our text and, as a value in it, the order."""
+    """Returns the text for Python to run: payload.py and, as a literal in it, the order."""
     names = {
         "__name__": "traceloom_attached",
         "ORDER": json.dumps(order | {"text_at": address, "text_bytes": size}),
     }
-    # As literals, so that nothing in a value is ever read as code.
+    # As literals, so that no value is ever interpreted as code.
     return _BOOTSTRAP.format(source=ascii(source), names=ascii(names)).encode("ascii")

@@ -1,1 +1,1 @@
-"""What the agent collects."""
+"""Collectors: each reads one kind of thing periodically and returns readings."""

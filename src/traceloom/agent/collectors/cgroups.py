@@ -1,8 +1,7 @@
-"""Control groups of the processes that matter: what a job or container used and may use, and what
-was killed in it.
+"""Control groups of the relevant processes: usage and limits of a job or container, and OOM kills.
 
-Version 1, version 2, or both at once as systemd's hybrid mode has them: version 1 for resources,
-version 2 for names and pressure. A group is known by its path, which is the same in every hierarchy
+Version 1, version 2, or both at once as in systemd's hybrid mode: version 1 for resources, version
+2 for names and pressure. A group is identified by its path, which is the same in every hierarchy
 that has it.
 """
 
@@ -26,10 +25,10 @@ from traceloom.agent.ownership.model import Process
 MAX_GROUPS = 64  # about 1,400 series
 MAX_KILLS = 1000
 GROUP_RETENTION_S = (
-    60.0  # so long a group is looked at after its last process ended: it may have been killed
+    60.0  # a group is read for so long after its last process ended: it may have been OOM-killed
 )
-_UNLIMITED = 1 << 62  # version 1 spells no limit as a number near 2**63
-_PERIOD_COUNTERS = {  # of the quota: those in which it was in force, and those in which it was used up
+_UNLIMITED = 1 << 62  # version 1 writes no limit as a number near 2**63
+_PERIOD_COUNTERS = {  # CPU quota: all periods, and those in which it was exhausted
     ("cgroup_periods_total",): "nr_periods",
     ("cgroup_throttled_periods_total",): "nr_throttled",
 }
@@ -37,12 +36,11 @@ _PRESSURE_RESOURCES = ("cpu", "io", "memory")
 
 
 class OomKill(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes of a control group were killed for want of memory, some time in the period before
-    `at_ns`.
+    """OOM kills in a control group, within the period before `at_ns`.
 
-    `job`: the one whose group it is, "" where it is none's or several'. `uid`: whose its processes
-    were, None where they were several users'. `limit_bytes`: what the group may have at most, None
-    without a limit: then the host had no more.
+    `job`: the job of the group, "" if it has none or several. `uid`: the user of its processes,
+    None if several. `limit_bytes`: the group's memory limit; None without one: then the host was
+    out of memory.
     """
 
     at_ns: int
@@ -64,20 +62,22 @@ class Hierarchy(NamedTuple):
     root: str
 
     def of(self, group: str) -> Path | None:
-        """Where a group's files are; None where it lies outside, or is the whole host: that has
-        metrics of its own.
+        """Returns the directory of a group; None if it is outside, or is the root group: the host
+        has metrics of its own.
         """
         root = self.root.rstrip("/")
         if f"{group}/".startswith(f"{root}/") and ".." not in group.split("/"):
             directory = self.directory / group[len(root) :].strip("/")
-            # Not of the first group of all; that of a container looks like it, but can be limited.
+            # The root group lacks this file; a container's root looks the same, but can be limited.
             mark = directory / ("release_agent" if self.controllers else "cgroup.type")
             return None if mark.exists() == bool(self.controllers) else directory
         return None
 
 
 class _Group(msgspec.Struct):
-    """Whose a group is, and when a process was seen in it last (monotonic clock, seconds)."""
+    """The job and user of a group, and when a process was last seen in it (monotonic clock,
+    seconds).
+    """
 
     job: str
     uid: int | None
@@ -86,11 +86,11 @@ class _Group(msgspec.Struct):
 
 
 class Cgroups(HostCollector):
-    """Looks at the groups of processes; `kills` has what was killed in them, oldest first.
+    """Reads the groups of processes; `kills` has their OOM kills, oldest first.
 
     Args:
         config: The agent's.
-        processes: Gives the processes that matter, with their owners, by key.
+        processes: Returns the relevant processes, with their owners, by key.
     """
 
     name = "cgroups"
@@ -98,17 +98,17 @@ class Cgroups(HostCollector):
     def __init__(self, config: Config, processes: Callable[[], Mapping[str, Process]]) -> None:
         super().__init__(config)
         self.kills: deque[OomKill] = deque(maxlen=MAX_KILLS)
-        self.left_out = 0  # groups beyond MOST_GROUPS
+        self.left_out = 0  # groups beyond MAX_GROUPS
         self._processes = processes
         self._hierarchies: list[Hierarchy] = []
         self._groups: dict[str, _Group] = {}
-        self._counted: dict[str, int] = {}  # group -> its kills when it was looked at last
+        self._counted: dict[str, int] = {}  # group -> its kills at the last read
 
     def collect(self) -> list[Reading]:
-        """Every group that has a process that matters, or had one a minute ago.
+        """Read every group that has a relevant process, or had one within the last minute.
 
         Raises:
-            OSError: What is mounted cannot be read.
+            OSError: The mounts cannot be read.
         """
         if not self._hierarchies:
             self._hierarchies = self._mounted()
@@ -132,7 +132,8 @@ class Cgroups(HostCollector):
         for path, group in self._groups.items():
             if now - group.seen_s < GROUP_RETENTION_S:
                 groups.setdefault(path, group)
-        # Of too many: those with processes first, of them those of jobs, then the largest.
+        # If there are too many: those with processes first, of these those of jobs, then the
+        # largest.
         ordered = sorted(
             groups,
             key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes),
@@ -150,17 +151,17 @@ class Cgroups(HostCollector):
                     continue
                 if not hierarchy.controllers:
                     values = {**_read_version_2(directory, hierarchy.directory), **values}
-                else:  # who has a controller knows better than version 2 beside it
+                else:  # the hierarchy with the controller takes precedence over version 2
                     values |= _read_version_1(directory, hierarchy.controllers)
             kills = values.get(("oom_kills_total",))
             if kills is not None:
                 counted[path] = int(kills)
-                # Note what was killed since the last look. At first sight nothing is: nobody knows
-                # when it was.
+                # Note the kills since the last read. Those before the first read are ignored, as
+                # their time is unknown.
                 kills = int(kills)
                 limit = values.get(("cgroup_memory_limit_bytes",))
                 before = self._counted.get(path, kills)
-                if before > kills:  # another group that was given the same name
+                if before > kills:  # the group was replaced by another one of the same name
                     before = 0
                 if kills > before:
                     self.kills.append(
@@ -204,7 +205,7 @@ class Cgroups(HostCollector):
         return list(hierarchies.values())
 
     def trouble(self) -> list[str]:
-        """What of groups is not known here."""
+        """Returns what cannot be read of groups on this host."""
         try:
             hierarchies = self._mounted()
         except OSError:
@@ -337,7 +338,7 @@ def _build_memory_values(
 
 
 def _subtract_part(total: int | None, part: int | None) -> int | None:
-    """Counters of memory lag behind each other, so a rest may come out below nothing."""
+    """Returns the rest, at least 0: memory counters are not updated together."""
     return None if total is None or part is None else max(total - part, 0)
 
 

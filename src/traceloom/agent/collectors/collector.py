@@ -1,6 +1,4 @@
-"""What collects: one module per thing that is looked at; each has a period, a time-out and a metric
-about itself.
-"""
+"""The interface of collectors, and reading of kernel files."""
 
 from __future__ import annotations
 
@@ -14,28 +12,28 @@ from traceloom.agent.metrics import HistogramReading, Reading
 
 
 class Collector(Protocol):
-    """Delivers all its readings each time. Blocks; called from a thread, never twice at once."""
+    """Returns all its readings each time. May block; called from a thread, never concurrently."""
 
     name: str
     period_s: float
     timeout_s: float
 
     def collect(self) -> Sequence[Reading | HistogramReading]:
-        """Look.
+        """Read the current values.
 
         Raises:
-            OSError: Nothing can be seen now; counted, and said in `agent doctor`.
+            OSError: Nothing can be read now; counted, and reported by `agent doctor`.
         """
 
     def trouble(self) -> list[str]:
-        """What of it does not work here: sentences for the doctor, each with what would help."""
+        """Returns what does not work here: sentences for the doctor, each with what would help."""
 
 
 class HostCollector:
-    """A collector that reads the kernel's files: where they are, and how often it runs.
+    """A collector that reads kernel files: their location, and its period.
 
-    `view` is the directory of the process whose mounts and network are meant: our own, or the
-    host's first process where the host's /proc is mounted elsewhere than at /proc (in a container).
+    `view` is the /proc directory of the process whose mounts and network are read: our own, or the
+    host's first process if the host's /proc is mounted elsewhere (in a container).
     """
 
     name: str
@@ -49,11 +47,11 @@ class HostCollector:
 
 
 def read(path: str | os.PathLike[str], limit: int = 1 << 20) -> bytes:
-    """The first `limit` bytes of a file of the kernel, which gives less than was asked for per
+    """Returns the first `limit` bytes of a kernel file, which may return less than requested per
     call.
 
     Raises:
-        OSError: It is not there, is not ours to read, or its process ended.
+        OSError: It does not exist, access is denied, or its process has ended.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -67,9 +65,7 @@ def read(path: str | os.PathLike[str], limit: int = 1 << 20) -> bytes:
 
 
 def read_if_there(path: str | os.PathLike[str]) -> bytes:
-    """A file of the kernel as of `read`; empty where it says nothing: it is not there, or its
-    device is off.
-    """
+    """Returns the content of a kernel file; empty if it does not exist or its device is off."""
     try:
         return read(path)
     except OSError:

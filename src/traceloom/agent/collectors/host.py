@@ -1,4 +1,4 @@
-"""CPU, memory, disks, network, RDMA, pressure."""
+"""CPU, memory, disks, network, RDMA and pressure of the host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CPU_MODES = ("user", "nice", "system", "idle", "iowait", "interrupt", "softirq"
 
 
 class CpuCollector(HostCollector):
-    """Reads /proc/stat and /proc/loadavg. Time of guests is in `user` and `nice` already."""
+    """Reads /proc/stat and /proc/loadavg. `user` and `nice` already include the time of guests."""
 
     name = "cpu"
 
     def collect(self) -> list[Reading]:
-        """Time since boot of all processors together."""
+        """Returns the time since boot of all processors together."""
         lines = read(self.proc / "stat").split(b"\n")
         ticks = [int(word) for word in lines[0].split()[1:]]
         readings = [
@@ -34,28 +34,28 @@ class CpuCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Nothing: every kernel has these."""
+        """Always empty: every kernel has these files."""
         return []
 
 
-_SECTOR_BYTES = 512  # of /proc/diskstats, whatever the disk's own are
+_SECTOR_BYTES = 512  # unit of /proc/diskstats, independent of the disk's sector size
 _MAX_MOUNTS = 64
 _VIRTUAL_DISK_PATTERN = re.compile(
     r"(?:loop|ram|zram|sr|fd|dm-|md)\d*"
-)  # parts of others, or made up
-# Of this host: asking a remote one for its space may hang for as long as its server does.
+)  # partitions of other devices, or virtual ones
+# Local ones only: statvfs of a remote file system may hang for as long as its server does.
 _LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 
 
 class DiskCollector(HostCollector):
-    """Reads /proc/diskstats and the mounted file systems; of remote ones no space is asked for, as
-    it may hang.
+    """Reads /proc/diskstats, and the space of mounted local file systems; for remote ones that may
+    hang.
     """
 
     name = "disks"
 
     def collect(self) -> list[Reading]:
-        """Whole disks, without partitions; each device's file system once."""
+        """Returns values of whole disks, without partitions; each device's file system once."""
         readings = []
         for line in read(self.proc / "diskstats").decode().splitlines():
             fields = line.split()
@@ -88,7 +88,7 @@ class DiskCollector(HostCollector):
                 file_system = os.statvfs(
                     f"{self.view}/root{mount}" if self.view.name == "1" else mount
                 )
-            except OSError:  # it was unmounted meanwhile, or is another user's
+            except OSError:  # it was unmounted meanwhile, or access is denied
                 continue
             block_size = file_system.f_frsize
             readings += [
@@ -109,7 +109,7 @@ class DiskCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Nothing: what is not there has no reading."""
+        """Always empty: a missing file system has no reading."""
         return []
 
 
@@ -119,15 +119,15 @@ class MemoryCollector(HostCollector):
     name = "memory"
 
     def collect(self) -> list[Reading]:
-        """States that add up to all memory: `cached` is what the kernel can give back, without
-        `buffers`.
+        """Returns states that add up to all memory: `cached` is what the kernel can reclaim,
+        without `buffers`.
         """
         pairs = (
             line.split(b":") for line in read(self.proc / "meminfo").splitlines() if b":" in line
         )
         sizes = {name.decode(): int(value.split()[0]) * 1024 for name, value in pairs}
         buffers = sizes.get("Buffers", 0)
-        # Shared memory is counted as cached by the kernel, and cannot be given back.
+        # The kernel counts shared memory as cached although it cannot be reclaimed.
         cached = max(
             sizes.get("Cached", 0) + sizes.get("SReclaimable", 0) - sizes.get("Shmem", 0), 0
         )
@@ -145,7 +145,7 @@ class MemoryCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Kernels that do not count kills."""
+        """Reports kernels that do not count OOM kills."""
         if self._read_oom_kills() is not None:
             return []
         return [
@@ -153,14 +153,12 @@ class MemoryCollector(HostCollector):
         ]
 
     def _read_oom_kills(self) -> int | None:
-        lines = read_if_there(
-            self.proc / "vmstat"
-        ).splitlines()  # in some sandboxes it is not there
+        lines = read_if_there(self.proc / "vmstat").splitlines()  # missing in some sandboxes
         return next((int(line.split()[1]) for line in lines if line.startswith(b"oom_kill ")), None)
 
 
 _MAX_INTERFACES = 64
-_NETWORK_COLUMNS = {  # of /proc/net/dev: metric -> columns of what was received and sent
+_NETWORK_COLUMNS = {  # of /proc/net/dev: metric -> columns of received and sent
     "host_network_bytes_total": (0, 8),
     "host_network_packets_total": (1, 9),
     "host_network_errors_total": (2, 10),
@@ -187,14 +185,12 @@ _RDMA_CONGESTION_COUNTERS = (
 
 
 class NetworkCollector(HostCollector):
-    """Reads /proc/net/dev of the host: interfaces of hardware, and bonds; not those that containers
-    hang on.
-    """
+    """Reads /proc/net/dev of the host: hardware interfaces and bonds; not those of containers."""
 
     name = "network"
 
     def collect(self) -> list[Reading]:
-        """Bytes, packets, errors and drops by interface and direction."""
+        """Returns bytes, packets, errors and drops by interface and direction."""
         readings: list[Reading] = []
         lines = read(self.view / "net" / "dev").decode(errors="replace").splitlines()[2:]
         interfaces = [
@@ -202,7 +198,7 @@ class NetworkCollector(HostCollector):
             for name, colon, columns in (line.partition(":") for line in lines)
             if colon
         ]
-        # What leaves the host, and is not counted by another one too; in a container the only
+        # Interfaces whose traffic leaves the host and is not counted twice; in a container the only
         # interfaces are virtual.
         net = self.sys / "class" / "net"
         counts_all_interfaces = not any((entry / "device").exists() for entry in net.glob("*"))
@@ -225,7 +221,7 @@ class NetworkCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Nothing: what is not there has no reading."""
+        """Always empty: a missing interface has no reading."""
         return []
 
 
@@ -235,7 +231,7 @@ class RdmaCollector(HostCollector):
     name = "rdma"
 
     def collect(self) -> list[Reading]:
-        """Every port of every device."""
+        """Returns the counters of every port of every device."""
         readings: list[Reading] = []
         for port in sorted((self.sys / "class" / "infiniband").glob("*/ports/*")):
             port_labels = (port.parent.parent.name, port.name)
@@ -244,7 +240,9 @@ class RdmaCollector(HostCollector):
                 readings.append(Reading("rdma_port_up", port_labels, float(b"ACTIVE" in state)))
             for directory in ("counters", "hw_counters"):
                 for file in sorted((port / directory).glob("*")):
-                    value = read_if_there(file).strip()  # counters of some ports say nothing
+                    value = read_if_there(
+                        file
+                    ).strip()  # some counters of some ports are unreadable
                     if not value.isdigit():
                         continue
                     if file.name in _RDMA_BYTE_COUNTERS:
@@ -270,7 +268,7 @@ class RdmaCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Nothing: most hosts have none."""
+        """Always empty: most hosts have no such device."""
         return []
 
 
@@ -279,17 +277,17 @@ _PRESSURE_LINE_PATTERN = re.compile(rb"^(some|full) .*total=(\d+)", re.MULTILINE
 
 
 class PressureCollector(HostCollector):
-    """Reads /proc/pressure, in microseconds since boot; since Linux 4.20, where it is switched on."""
+    """Reads /proc/pressure, in microseconds since boot; since Linux 4.20, if enabled."""
 
     name = "pressure"
 
     def collect(self) -> list[Reading]:
-        """Of each resource the time in which some, and in which all tasks waited."""
+        """Returns for each resource the time in which some tasks, and in which all tasks waited."""
         readings = []
         for resource in _PRESSURE_RESOURCES:
             try:
                 text = read(self.proc / "pressure" / resource)
-            except OSError:  # said by `trouble`; EOPNOTSUPP where it is switched off
+            except OSError:  # reported by `trouble`; EOPNOTSUPP if disabled
                 continue
             readings += [
                 Reading("host_pressure_seconds_total", (resource, share), stalled_seconds)
@@ -298,7 +296,7 @@ class PressureCollector(HostCollector):
         return readings
 
     def trouble(self) -> list[str]:
-        """Kernels without it."""
+        """Reports kernels without pressure information."""
         try:
             read(self.proc / "pressure" / "cpu")
         except OSError:
@@ -309,13 +307,13 @@ class PressureCollector(HostCollector):
 
 
 def parse_pressure(text: bytes) -> Iterator[tuple[str, float]]:
-    """`some` and `full` of a file of pressure, in seconds."""
+    """Yields `some` and `full` of a pressure file, in seconds."""
     for share, stalled_us in _PRESSURE_LINE_PATTERN.findall(text):
         yield share.decode(), int(stalled_us) / 1e6
 
 
 def create_host_collectors(config: Config) -> list[Collector]:
-    """All that look at the host itself; that of processes is made where owners are known."""
+    """Returns the collectors of the host itself, without that of processes."""
     return [
         CpuCollector(config),
         MemoryCollector(config),

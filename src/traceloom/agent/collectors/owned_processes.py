@@ -1,4 +1,4 @@
-"""Processes with whose they are, who is on which device, and the jobs that they make up."""
+"""Processes with their owners, their shares of devices, and the jobs that they form."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ from traceloom.agent.ownership.resolver import OwnerResolver
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.topline import JobTick, TracedFacts
 
-_MAX_COMMAND_CHARS = (
-    200  # letters in the metric; all of it stands in the answer of /api/v1/processes
-)
+_MAX_COMMAND_CHARS = 200  # characters in the metric's label; /api/v1/processes returns all of it
 
 
 class OwnedProcessCollector:
-    """A collector: `owned` has the processes that matter, `shares` whose part of a device is how
-    large.
+    """A collector: `owned` has the relevant processes, `shares` the share of each process in each
+    device.
 
     Args:
         config: The agent's.
-        accelerators: Knows who is on the devices; its last run counts.
+        accelerators: Provides the processes on devices, as of its last run.
     """
 
     name = "processes"
@@ -48,11 +46,11 @@ class OwnedProcessCollector:
         self.collectors += [self.finder.job_mapping] if config.owners.job_mapping else []
         self.owned: dict[str, Process] = {}
         self.shares: dict[tuple[str, str], Share] = {}
-        self.reporting: set[int] = set()  # pids of processes that report steps: they matter
+        self.reporting: set[int] = set()  # pids of processes that report steps: always relevant
         self._accelerators = accelerators
 
     def collect(self) -> list[Reading]:
-        """Look at all processes, and find the owners of those that matter."""
+        """Read all processes, and find the owners of the relevant ones."""
         on_devices = self._accelerators.device_processes
         self.looked_at.device_pids = frozenset(
             (*(process.pid for process in on_devices), *self.reporting)
@@ -61,7 +59,7 @@ class OwnedProcessCollector:
         facts = self.looked_at.processes
         self.reporting = self.reporting & {
             process.pid for process in facts.values()
-        }  # the loop adds to it meanwhile
+        }  # a copy, as the loop adds to it concurrently
         keys = {process.pid: key for key, process in facts.items()}
         used: dict[str, list[str]] = {}
         for user in on_devices:
@@ -127,7 +125,7 @@ class OwnedProcessCollector:
         return readings
 
     def trouble(self) -> list[str]:
-        """What cannot be seen of processes."""
+        """Returns what cannot be read of processes."""
         return self.looked_at.trouble()
 
 
@@ -137,7 +135,7 @@ def _build_job_readings(processes: Iterable[Process]) -> Iterator[Reading]:
         if process.owner.job:
             members.setdefault(process.owner.job, []).append(process)
     for job, job_processes in members.items():
-        # Of a launcher and its ranks the ranks know most.
+        # Of a launcher and its ranks, the ranks have the most information.
         owner = max(
             (process.owner for process in job_processes), key=lambda owner: len(owner.sources)
         )
@@ -159,9 +157,9 @@ def _build_job_readings(processes: Iterable[Process]) -> Iterator[Reading]:
 def collect_jobs(
     processes: Iterable[Process], steps: StepCounter, facts: Mapping[str, TracedFacts]
 ) -> list[JobTick]:
-    """The jobs that these processes make up; processes of no job are those of the job "".
+    """Returns the jobs of these processes; processes without a job belong to the job "".
 
-    `facts`: of their traces.
+    `facts`: what their traces have shown, by job.
     """
     members: dict[str, list[Process]] = {}
     for process in processes:
@@ -207,7 +205,7 @@ def collect_jobs(
 
 
 def _parse_declared_number(text: str) -> float | None:
-    """A finite number from 0 on, as a job declares it; None for anything else."""
+    """Parses a finite number >= 0 that a job declares; None for anything else."""
     try:
         number = float(text)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Processes that matter: those that use a device, have a framework loaded, or belong to a job.
+"""Relevant processes: those that use a device, have a framework loaded, or belong to a job.
 
-A process is (boot, pid, start time): pids are given again. Every process is looked at in full once,
-and again when it has computed since, while it is young or when its turn comes. In between only the
+A process is (boot, pid, start time), as pids are reused. Every process is examined in full once,
+and again if it has used CPU since, while it is young or when its turn comes. In between only the
 directory of /proc is read: an entry with the same inode is the same process, because the kernel
-makes a new inode for a new process.
+creates a new inode for a new process.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 from traceloom.system.units import format_quantity
 
-MAX_PROCESSES = 512  # that are kept: about 3,000 series
+MAX_PROCESSES = 512  # about 3,000 series
 YOUNG_PROCESS_S = 120.0
-"""So long a process is looked at each time: it loads its framework, is moved to its cgroup, starts
-others.
+"""A process of up to this age is examined each time: it loads its framework, is moved to its
+cgroup, starts others.
 """
-RESCAN_PERIOD_S = 10.0  # older ones take turns, this often
+RESCAN_PERIOD_S = 10.0  # between examinations of older ones
 RESCAN_GROUPS = 16
 MAX_RESCANS_PER_TURN = 256
-OLD_TICKS_S = 0.5  # an old one that has not computed this long since has not loaded a framework
-MAX_COMMAND_BYTES = 32 << 10  # bytes of a command line that are read
+OLD_TICKS_S = 0.5  # CPU time that an old process must have used to be examined again
+MAX_COMMAND_BYTES = 32 << 10  # bytes read of a command line
 MAX_ENVIRONMENT_BYTES = 2 << 20
 MAX_MAPS_BYTES = 16 << 20
-MAX_CHARS = 4096  # of a variable that is kept: lists of devices are long
+MAX_CHARS = 4096  # kept of a variable: lists of devices are long
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-# Variables that only a launcher or a scheduler of jobs sets.
+# Variables that only a launcher or a job scheduler sets.
 JOB_VARIABLES = frozenset(
     {
         "SLURM_JOB_ID",
@@ -64,12 +64,12 @@ _LIBRARIES = {
 
 
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the kernel says of a process. `command` is unmasked and never leaves the agent.
+    """The kernel's view of a process. `command` is unmasked and never leaves the agent.
 
-    `environment` holds listed variables alone, as they were when the program started. `cgroups` has
-    the path per controller ("" is cgroup v2), `cgroup` the one that says most. `frameworks`: name
-    -> library by which it is known. `read_bytes` and `written_bytes` are None where they cannot be
-    read; `unreadable` says what else, and why.
+    `environment` holds listed variables only, as they were when the program started. `cgroups` has
+    the path per controller ("" is cgroup v2), `cgroup` the most specific one. `frameworks`: name ->
+    library by which it was detected. `read_bytes` and `written_bytes` are None if they cannot be
+    read; `unreadable` names what else, and why.
     """
 
     key: str  # PID@START
@@ -101,18 +101,22 @@ class _Stat(msgspec.Struct, frozen=True):
     name: str
     state: str
     parent_pid: int
-    kernel: bool  # a thread of the kernel
+    kernel: bool  # a kernel thread
     user_ticks: int
     system_ticks: int
     threads: int
     start_ticks: int
-    resident_pages: int  # 0 once it has let go of its memory
+    resident_pages: int  # 0 once it has freed its memory while ending
 
     @classmethod
     def read(cls, directory: str) -> _Stat:
-        """Raises OSError: the process is gone or hidden."""
+        """Parse the file.
+
+        Raises:
+            OSError: The process has ended or is hidden.
+        """
         text = read(f"{directory}/stat")
-        before, _, after = text.rpartition(b")")  # the name may hold anything
+        before, _, after = text.rpartition(b")")  # the name may contain any characters
         fields = after.split()
         return cls(
             before.partition(b"(")[2].decode(errors="replace"),
@@ -128,24 +132,24 @@ class _Stat(msgspec.Struct, frozen=True):
 
 
 class _ProcessScan(msgspec.Struct):
-    """What was seen of a pid. `facts`: None of a process that does not matter."""
+    """State of the examination of a pid. `facts` is None for an irrelevant process."""
 
     inode: int = 0
     start_ticks: int = -1
-    ticks: int = -1  # processor time when it was looked at in full; -1: not yet
+    ticks: int = -1  # CPU time at the last full examination; -1: none yet
     name: str = ""
     young_until: float = 0.0  # on the monotonic clock
     denied: bool = False
     beginning: bool = (
-        False  # its program is only being loaded: it has a name, and no environment yet
+        False  # its program is still being loaded: it has a name, and no environment yet
     )
     facts: ProcessFacts | None = None
 
 
 class Processes(HostCollector):
-    """`processes` has those that matter, by key; each run replaces it whole.
+    """`processes` has the relevant ones by key; each run replaces it.
 
-    `device_pids` is for whoever knows which processes use devices to set.
+    `device_pids`, the processes that use devices, is set by the caller.
     """
 
     name = "processes"
@@ -156,8 +160,8 @@ class Processes(HostCollector):
         super().__init__(config)
         self.processes: dict[str, ProcessFacts] = {}
         self.device_pids: frozenset[int] = frozenset()
-        self.left_out = 0  # processes that matter, beyond MOST_PROCESSES
-        self.waiting = 0  # processes that there was no time to look at yet
+        self.left_out = 0  # relevant processes beyond MAX_PROCESSES
+        self.waiting = 0  # processes not examined yet for lack of time
         self._job_variables = JOB_VARIABLES.union(
             variable for variable, field in config.owners.variables.items() if field == "job"
         )
@@ -168,7 +172,8 @@ class Processes(HostCollector):
         self._turn_at = -RESCAN_PERIOD_S
 
     def collect(self) -> list[Reading]:
-        """Look at all; new ones for which half of the time-out is not enough wait for the next run.
+        """Read all processes; new ones that do not fit into half of the time-out wait for the next
+        run.
 
         Raises:
             OSError: /proc cannot be listed.
@@ -189,7 +194,7 @@ class Processes(HostCollector):
             if scan is None or (scan.inode != inode and scan.facts is None):
                 scan = (
                     _ProcessScan()
-                )  # it may be another process that began in the same tick of the clock
+                )  # it may be another process that started in the same clock tick
             urgent = pid in self.device_pids
             if scan.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
                 waiting += 1
@@ -234,7 +239,7 @@ class Processes(HostCollector):
     def _look(
         self, pid: int, scan: _ProcessScan, booted_ns: int, now: float, its_turn: bool
     ) -> None:
-        """Bring `scan` up to date: the numbers always, the rest when it may have changed."""
+        """Update `scan`: the numbers always, the rest only if it may have changed."""
         directory = f"{self.proc}/{pid}"
         stat = _Stat.read(directory)
         ticks = stat.user_ticks + stat.system_ticks
@@ -254,8 +259,7 @@ class Processes(HostCollector):
             or (scan.facts is None and pid in self.device_pids)
         )
         if due and stat.state == "D" and (scan.facts or pid not in self.device_pids):
-            # Its memory may be locked for as long as it waits, and whoever reads it then waits as
-            # well: later.
+            # Its memory may be locked while it waits, which would block a reader: retry later.
             scan.young_until = max(scan.young_until, now + 2 * RESCAN_PERIOD_S)
         elif due and (stat.resident_pages or scan.facts is None):
             scan.facts = self._examine(pid, directory, stat, booted_ns, scan)
@@ -295,7 +299,7 @@ class Processes(HostCollector):
     def _examine(
         self, pid: int, directory: str, stat: _Stat, booted_ns: int, scan: _ProcessScan
     ) -> ProcessFacts | None:
-        """What does not change from one second to the next; None of a process that does not matter."""
+        """Returns the facts that rarely change; None for an irrelevant process."""
         unreadable = []
         scan.denied = False
         contents = {"environ": b"", "maps": b"", "cmdline": b""}
@@ -363,7 +367,7 @@ class Processes(HostCollector):
         )
 
     def trouble(self) -> list[str]:
-        """What of the processes cannot be seen here."""
+        """Returns what cannot be read of processes here."""
         problems = []
         if denied := sum(scan.denied for scan in self._looks.values()):
             needed = (
@@ -389,7 +393,7 @@ class Processes(HostCollector):
                 f"{self.proc} is mounted with hidepid, processes of other users are not seen: run the agent as root or "
                 "in the group of the mount's gid="
             )
-        elif not all_seen:  # the second process of a host is a thread of the kernel
+        elif not all_seen:  # pid 2 of a host is a kernel thread
             problems.append(
                 "only the processes of this container are seen: start it in the host's pid namespace "
                 "(docker --pid=host, Kubernetes hostPID: true)"
@@ -404,11 +408,11 @@ class Processes(HostCollector):
 
 
 def select_main_cgroup(cgroups: dict[str, str]) -> str:
-    """The path that says most of whose a process is: that of a controller that limits jobs, else
+    """Returns the path that identifies the owner best: that of a controller that limits jobs, else
     the only one.
     """
-    # In hybrid mode version 2 ("") only has names, of services rather than of the jobs that they
-    # started.
+    # In hybrid mode version 2 ("") only has names, those of services rather than of the jobs that
+    # they started.
     for controller in ("memory", "cpu", "devices", "freezer", "", "name=systemd"):
         if cgroups.get(controller, "/") != "/":
             return cgroups[controller]

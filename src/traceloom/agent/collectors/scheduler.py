@@ -1,8 +1,8 @@
-"""Runs the collectors: each at its own period, in a thread of its own, and given up after its
+"""Runs the collectors: each at its own period, in a thread of its own, abandoned after its
 time-out.
 
-A thread cannot be stopped. One that hangs is left alone until it comes back by itself; meanwhile
-its collector is not run again, what it delivered is taken off the board, and the others go on.
+A thread cannot be stopped. One that hangs is left until it returns; meanwhile its collector is not
+run again, its readings are removed from the snapshot, and the others go on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from traceloom.agent.metrics import HistogramReading, Reading
 from traceloom.agent.snapshot import CollectorStatus, Snapshot
 
 LOG = logging.getLogger("traceloom.agent")
-FAST_S = 0.1  # the period while a trace runs
+FAST_S = 0.1  # period while a trace runs
 FAILURES = ("timeout", "error", "defect")
 
 
@@ -26,9 +26,9 @@ class Scheduler:
     """The tasks of all collectors.
 
     Args:
-        board: Where readings go.
-        collectors: What runs.
-        delivered: Called in the loop after a collector delivered.
+        board: Receives the readings.
+        collectors: The collectors.
+        delivered: Called in the loop after a collector has delivered.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Scheduler:
             board.collectors[collector.name] = CollectorStatus(collector.name, collector.period_s)
 
     def start(self) -> None:
-        """Begin; needs a running loop."""
+        """Start the tasks; needs a running loop."""
         for collector in self.collectors:
             self._sooner[collector.name] = asyncio.Event()
             self._tasks.append(
@@ -57,20 +57,20 @@ class Scheduler:
             )
 
     async def stop(self) -> None:
-        """End all tasks; threads that hang are left to die with the process."""
+        """Cancel all tasks; threads that hang end with the process."""
         self._stopping = True  # before Python 3.12 `wait_for` may forget that it was cancelled
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def run_fast(self, seconds: float) -> None:
-        """Collect every 100 ms for so long: while a trace runs."""
+        """Collect every 100 ms for `seconds`: while a trace runs."""
         self._fast_until = max(self._fast_until, time.monotonic() + seconds)
         for event in self._sooner.values():
             event.set()
 
     async def collect(self, collector: Collector) -> bool:
-        """Run a collector once; whether it delivered."""
+        """Run a collector once; returns whether it delivered."""
         state = self.board.collectors[collector.name]
         start = time.monotonic()
         try:
@@ -84,7 +84,7 @@ class Scheduler:
         except OSError as error:
             self._failed(collector, state, "error", str(error))
         except Exception as error:
-            # A defect of one collector must not end the agent; it is logged with its traceback.
+            # A bug in one collector must not end the agent; it is logged with its traceback.
             if not state.trouble:
                 LOG.exception("collector %s has a defect", collector.name)
             self._failed(collector, state, "defect", f"{type(error).__name__}: {error}")
@@ -94,15 +94,14 @@ class Scheduler:
         return not state.trouble
 
     def readings(self) -> list[Reading]:
-        """How the collectors fare."""
+        """Returns the run times and failures of the collectors."""
         readings = [
             Reading("collector_seconds", (state.name,), state.seconds)
             for state in self.board.collectors.values()
             if state.runs
         ]
         readings += [
-            # Also those that never happened: of a counter that begins at 1, Prometheus does not see
-            # the first.
+            # Zeros as well: Prometheus misses the first increment of a counter that starts at 1.
             Reading("collector_failures_total", (state.name, reason), state.failures.get(reason, 0))
             for state in self.board.collectors.values()
             for reason in FAILURES
@@ -123,7 +122,7 @@ class Scheduler:
             if await self.collect(collector):
                 self.delivered(collector)
             now = time.monotonic()
-            # Where the machine slept or the collector was slow, what was missed is not made up for.
+            # Runs missed while the machine slept or the collector was slow are skipped.
             due = max(due + self._period(collector, now), now)
             sooner.clear()
             while not self._stopping and (remaining_s := due - time.monotonic()) > 0:
@@ -138,10 +137,10 @@ class Scheduler:
         return min(FAST_S, collector.period_s) if now < self._fast_until else collector.period_s
 
     async def _in_a_thread(self, collector: Collector) -> Sequence[Reading | HistogramReading]:
-        """Collect in a thread that does not hold up the end of the process."""
+        """Collect in a daemon thread, which does not delay the end of the process."""
         name = collector.name
         if name in self._hanging:
-            raise TimeoutError  # of an earlier run, which has not come back
+            raise TimeoutError  # an earlier run still hangs
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Sequence[Reading | HistogramReading]] = loop.create_future()
 

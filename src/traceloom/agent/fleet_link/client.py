@@ -1,5 +1,5 @@
-"""Asking the fleet's service: one connection that is kept, answers of a bounded size, no redirect
-followed.
+"""A client of the fleet service: one persistent connection, responses of limited size, no
+redirects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _DECODE_ERRORS = (
 
 
 class ServiceError(TraceloomError):
-    """The service does not answer, or refuses. `status` is that of HTTP; 0 where there was none."""
+    """The service does not respond, or refuses. `status` is that of HTTP; 0 if there was no
+    response.
+    """
 
     exit_code = 3
 
@@ -38,16 +40,17 @@ class ServiceError(TraceloomError):
 
 
 class ServiceClient:
-    """Asks a service; used by one thread at a time.
+    """Sends requests to the service; used by one thread at a time.
 
     Args:
-        url: Where it is.
+        url: Its address.
         ca: A file of certificates to trust instead of the system's.
-        credential: Shown with every question; "" before there is one.
-        timeout_s: How long an answer may take.
+        credential: Sent with every request; "" before enrolment.
+        timeout_s: Time-out of a response.
 
     Raises:
-        InputError: `wrong-address`, as of `ServiceAddress.of`; `wrong-config`: the certificates cannot be read.
+        InputError: `wrong-address`, see `ServiceAddress.of`; `wrong-config`: the certificates
+            cannot be read.
     """
 
     def __init__(
@@ -69,23 +72,23 @@ class ServiceClient:
                 ) from error
 
     def get(self, route: str, kind: type[Message]) -> Message:
-        """What is at a route.
+        """Returns the response of a route.
 
         Raises:
-            ServiceError: `no-service`: nobody answers; `service-unclear`: what comes is no answer of a service; the
-                service's own slug where it refuses.
+            ServiceError: `no-service`: nothing responds; `service-unclear`: it is not a response of
+                a service; the service's own slug if it refuses.
         """
         return self._decoded(self._ask("GET", route, b"", {}), kind)
 
     def post(self, route: str, body: FleetMessage, kind: type[Message]) -> Message:
-        """Tell it something; errors as of `get`."""
+        """Send a message and return the response; raises the errors of `get`."""
         content = msgspec.json.encode(body)
         return self._decoded(
             self._ask("POST", route, content, {"Content-Type": "application/json"}), kind
         )
 
     def put_file(self, route: str, path: Path, size: int) -> None:
-        """Send a file in pieces; errors as of `get`.
+        """Send a file in chunks; raises the errors of `get`.
 
         Raises:
             OSError: It cannot be read.
@@ -95,15 +98,13 @@ class ServiceClient:
             self._ask("PUT", route, iter(lambda: file.read(_BLOCK_BYTES), b""), headers)
 
     def close(self) -> None:
-        """Let the connection go."""
+        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     def abort(self) -> None:
-        """End what another thread waits for here, and ask nothing twice any more; that thread gets
-        an error.
-        """
+        """Make the request of another thread fail, and disable retries."""
         self._is_over = True
         connection = self._connection
         if connection is not None and connection.sock is not None:
@@ -133,8 +134,7 @@ class ServiceClient:
                 and isinstance(body, bytes)
                 and isinstance(error, (http.client.RemoteDisconnected, BrokenPipeError))
             ):
-                # The service closed an idle connection. Every question is one that may be asked
-                # twice.
+                # The service closed an idle connection. All requests are idempotent.
                 return self._ask(method, route, body, headers)
             reason = (
                 getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -144,9 +144,7 @@ class ServiceClient:
             ) from error
         if status < 300:
             return answer
-        if (
-            status == 503
-        ):  # behind an address of several services the next connection may lead to another one
+        if status == 503:  # reconnect, as a load balancer may then choose another instance
             self.close()
         with contextlib.suppress(*_DECODE_ERRORS):
             problem = msgspec.json.decode(answer, type=_Refusal).error

@@ -1,17 +1,13 @@
-"""Enrol, heartbeat, work, upload; clock offset; retry with backoff.
-
-messages    what goes over the wire, both ways
-client      one connection to the service
-clock       how far the host's clock is from the service's
-usage       whose each device was, minute by minute
-link        the loops: enrol, heartbeat, work, upload
+"""The agent's connection to the fleet: enrolment, heartbeats, work and uploads, with retries and
+clock offset.
 
 A message that leaves at `sent` by the host's clock, arrives at `received` and is answered at
-`answered` by the service's, and is back at `returned`, bounds the offset: it is `((received - sent)
-+ (answered - returned)) / 2`, at most half of the time on the way beside it (RFC 5905, section 8).
+`answered` by the service's clock, and is back at `returned`, bounds the offset: it is `((received -
+sent) + (answered - returned)) / 2`, with an error of at most half of the time in transit (RFC 5905,
+section 8).
 
-The service is asked in threads; everything else happens in the agent's loop. Whatever breaks is
-tried again, later each time; the agent itself never waits for the service.
+Requests run in threads; everything else in the agent's loop. Whatever fails is retried with
+backoff; the agent itself never waits for the service.
 """
 
 from __future__ import annotations
@@ -64,10 +60,10 @@ from traceloom.server.problem import HttpError
 from traceloom.system.files import compute_sha256
 
 MAX_ROUND_TRIPS = 16
-# What two clocks may drift apart while a round trip ages; NTP takes 15 ppm, undisciplined quartz
-# has up to 50.
+# Max drift between two clocks since a round trip; NTP assumes 15 ppm, undisciplined quartz has up
+# to 50.
 MAX_CLOCK_DRIFT = 50e-6
-_CLOCK_JUMP_NS = 5_000_000  # what a clock that was set differs by; slewing stays below
+_CLOCK_JUMP_NS = 5_000_000  # a larger difference means that the clock was set; slewing stays below
 
 
 class RoundTrip(Struct, frozen=True):
@@ -79,27 +75,27 @@ class RoundTrip(Struct, frozen=True):
     received_ns: int
     answered_ns: int
     returned_ns: int
-    monotonic_ns: int  # when it returned
+    monotonic_ns: int  # at its return
 
     @property
     def offset_ns(self) -> int:
-        """What is added to a time of the host to get the service's."""
+        """What is added to the host's time to get the service's."""
         return ((self.received_ns - self.sent_ns) + (self.answered_ns - self.returned_ns)) // 2
 
     @property
     def error_ns(self) -> int:
-        """How far the offset may be wrong: half of the time on the way."""
+        """Max error of the offset: half of the time in transit."""
         return ((self.returned_ns - self.sent_ns) - (self.answered_ns - self.received_ns) + 1) // 2
 
 
 class ServiceClock:
-    """Keeps the last round trips; those from before the host's clock was set count no more."""
+    """Keeps the last round trips; those before the host's clock was set are dropped."""
 
     def __init__(self) -> None:
         self._kept: deque[RoundTrip] = deque(maxlen=MAX_ROUND_TRIPS)
 
     def add(self, trip: RoundTrip) -> bool:
-        """Take a round trip; False where it cannot be: a clock was set while it was on its way."""
+        """Add a round trip; False if it is invalid: a clock was set during it."""
         if trip.error_ns < 0 or trip.answered_ns < trip.received_ns:
             self._kept.clear()
             return False
@@ -118,7 +114,7 @@ class ServiceClock:
         return True
 
     def offset(self, monotonic_ns: int) -> ClockOffset | None:
-        """The offset with the smallest error now; None before the first round trip."""
+        """Returns the offset with the smallest error now; None before the first round trip."""
         if not self._kept:
             return None
 
@@ -133,29 +129,29 @@ class ServiceClock:
 
 LOG = logging.getLogger("traceloom.agent")
 T = TypeVar("T")
-VERSION = 1  # of the file that says so: `Membership`
+VERSION = 1  # of the file `Membership`
 TOKEN_VARIABLE = "TRACELOOM_FLEET_TOKEN"  # noqa: S105  (its name)
-_WAIT_S = 30.0  # that the service keeps a question for work
+_WAIT_S = 30.0  # duration of a long poll for work
 _POLL_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_MAX_UPLOADS = 3  # of a request's files, before the host gives up
+_MAX_UPLOADS = 3  # attempts per request, before the host gives up
 _IMPORTED_NS = (
-    15_000_000_000  # after its first poll a process has imported PyTorch, where nobody sees it step
+    15_000_000_000  # after its first poll: PyTorch is imported by then, even if no steps are seen
 )
-_STEP_REPORT_S = 2.0  # where a common step is looked for: counts go on
-_ARM_TIMEOUT_S = 20.0  # for a process to appear that the service says is here
+_STEP_REPORT_S = 2.0  # period of reports while the service chooses a common step
+_ARM_TIMEOUT_S = 20.0  # for a process to appear that the service expects on this host
 
 
 class FleetConnection:
-    """The agent's side of the fleet.
+    """The agent's side of the fleet protocol.
 
     Args:
         config: The agent's; `fleet.server` is set.
         state: The directory of its files.
-        board: What is known of the host.
+        board: The snapshot of the host.
         desk: Takes requests for traces.
-        topline: What jobs had of the devices in the last tick.
-        boot_id: Of this host.
+        topline: Device time of jobs in the last tick.
+        boot_id: Boot id of this host.
 
     Raises:
         InputError: `wrong-config`: the address, or its certificates.
@@ -181,8 +177,8 @@ class FleetConnection:
         self.backlog = UsageOutbox(state / "usage.db")
         self.minutes = UsageAccumulator()
         self.clock = ServiceClock()
-        self.trouble = ""  # why the service could not be talked to last time
-        self.host = ""  # its name there, once it belongs to the fleet
+        self.trouble = ""  # why the last request failed
+        self.host = ""  # its name in the fleet, after enrolment
         # One connection each: a heartbeat waits neither for a long poll nor for an upload.
         self._beats, self._polls, self._uploads = (
             ServiceClient(config.fleet.server, ca=config.fleet.ca, timeout_s=timeout_s)
@@ -190,16 +186,16 @@ class FleetConnection:
         )
         self._uploading = asyncio.Lock()
         self._loops: list[asyncio.Task[None]] = []
-        self._work: dict[str, HostWork] = {}  # request -> what is wanted of this host
-        self._carried: dict[str, asyncio.Task[None]] = {}  # request -> who sees to it
-        self._version = ""  # of the work that is known
+        self._work: dict[str, HostWork] = {}  # by request
+        self._carried: dict[str, asyncio.Task[None]] = {}  # request -> its task
+        self._version = ""  # version of `_work`
 
     def start(self) -> None:
-        """Begin to talk to the service."""
+        """Start the tasks that talk to the service."""
         self._loops = [asyncio.create_task(self._belong(), name="fleet")]
 
     async def close(self) -> None:
-        """Stop; what is not done the service offers again to the next agent."""
+        """Stop; the service offers unfinished work again to the next agent."""
         tasks = [*self._loops, *self._carried.values()]
         for task in tasks:
             task.cancel()
@@ -210,14 +206,12 @@ class FleetConnection:
             client.close()
 
     def now_ns(self) -> int:
-        """Now, by the service's clock as far as it is known."""
+        """Returns the current time on the service's clock, as far as its offset is known."""
         offset = self.clock.offset(time.monotonic_ns())
         return time.time_ns() + (offset.offset_ns if offset is not None else 0)
 
     def tick(self) -> dict[int, list[UsageRow]]:
-        """Take what jobs had of the devices in the last tick; the minutes that have ended, for the
-        backlog.
-        """
+        """Add the last tick of device time; returns the completed minutes, for the outbox."""
         now_ns = self.now_ns()
         self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
         return self.minutes.take(
@@ -225,13 +219,13 @@ class FleetConnection:
         )
 
     def readings(self) -> list[Reading]:
-        """What of the use of devices the fleet will not have."""
+        """Returns the minutes of device use that the fleet will never get."""
         return [
             Reading("agent_usage_dropped_seconds_total", (), self.minutes.dropped_ms / 1000),
             Reading("agent_usage_lost_total", (), float(self.backlog.lost)),
         ]
 
-    # Belonging, and saying how the host is.
+    # Enrolment and heartbeats.
 
     async def _belong(self) -> None:
         await self._until_done(partial(asyncio.to_thread, self._enrol))
@@ -248,8 +242,8 @@ class FleetConnection:
             await asyncio.sleep(pause_s)
 
     async def _until_done(self, act: Callable[[], Awaitable[T]]) -> T:
-        """What it gives, tried until it works; what is wrong is logged when it is something else
-        than before.
+        """Retry an action until it succeeds and return its result; an error is logged if it differs
+        from the previous one.
         """
         wait_s = _FIRST_RETRY_S
         while True:
@@ -268,13 +262,13 @@ class FleetConnection:
             else:
                 self.trouble = ""
                 return result
-            # A thousand hosts come back at once after a restart of the service, but not in one
-            # instant.
+            # Jitter, so that a thousand hosts do not reconnect at once after a restart of the
+            # service.
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # noqa: S311
             wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 
     def _enrol(self) -> None:
-        """Be a host of the fleet: as the file says, else by the token; blocks."""
+        """Become a host of the fleet: by the stored credential, else by the token; blocks."""
         fleet = self.config.fleet
         try:
             member = msgspec.json.decode(self.membership.read_bytes(), type=Membership)
@@ -312,7 +306,7 @@ class FleetConnection:
             self.membership.parent.mkdir(parents=True, exist_ok=True)
             part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
             part.write_bytes(b"")
-            part.chmod(0o600)  # before the credential is in it
+            part.chmod(0o600)  # before the credential is written
             part.write_bytes(msgspec.json.encode(member))
             part.replace(self.membership)
         self.host = member.host
@@ -320,7 +314,7 @@ class FleetConnection:
             client.credential = member.credential
 
     async def _beat(self) -> None:
-        """Say how the host is, and take the time from the answer."""
+        """Send a heartbeat, and measure the clock offset from the response."""
         usage = await asyncio.to_thread(self.backlog.oldest)
         heartbeat = self._heartbeat(usage)
         answer, trip = await asyncio.to_thread(self._exchange, heartbeat)
@@ -394,7 +388,7 @@ class FleetConnection:
     # Work.
 
     async def _take_work(self) -> None:
-        """Wait for work that differs from what is known, and see to each request of it."""
+        """Poll for changed work, and start a task for each request in it."""
         route = f"agents/{self.host}/work?version={self._version}&wait={_WAIT_S:g}"
         answer = await asyncio.to_thread(self._polls.get, route, WorkAnswer)
         self._work = {work.request: work for work in answer.work}
@@ -413,7 +407,7 @@ class FleetConnection:
                 task.add_done_callback(lambda _, request=request: self._carried.pop(request, None))  # type: ignore[misc]
 
     async def _carry_out(self, request: str) -> None:
-        """See to a request until it has ended here, or the service does not want it any more."""
+        """Process a request until it has ended here, or the service withdraws it."""
         try:
             report = await self._until_started(request)
             if report is None:
@@ -421,12 +415,12 @@ class FleetConnection:
         except HttpError as error:
             report = HostReport(state="failed", reason=error.slug, detail=str(error)[:2000])
         if report.state in ENDED_HOST_STATES:
-            with contextlib.suppress(HttpError):  # the service wants it no more
+            with contextlib.suppress(HttpError):  # the service has withdrawn it
                 await self._report(request, report)
 
     async def _until_started(self, request: str) -> HostReport | None:
-        """Say which processes there are and which are ready, until it is to start; a report where
-        it never does.
+        """Report the processes and which are ready, until the start; returns a report if it never
+        starts.
         """
         before: HostReport | None = None
         reported, until = 0.0, time.monotonic() + _ARM_TIMEOUT_S
@@ -448,7 +442,7 @@ class FleetConnection:
                         pid=process.pid,
                         job=process.owner.job,
                         rank=process.owner.rank,
-                        # It polls while it still imports PyTorch, and a trace would hold nothing.
+                        # It already polls while it imports PyTorch, and a trace would be empty.
                         ready=(client := clients.get(process.key)) is not None
                         and not client.busy
                         and (
@@ -475,7 +469,7 @@ class FleetConnection:
         )
 
     async def _run_and_upload(self, request: str) -> HostReport:
-        """Trace, say how far it is, and send what was kept."""
+        """Trace, report progress, and upload the kept files."""
         traced = self._of_desk(request)
         if traced is None:
             work = self._work[request]
@@ -512,7 +506,7 @@ class FleetConnection:
                     except (
                         ServiceError,
                         OSError,
-                    ) as error:  # the service says in its next answer that it is missing
+                    ) as error:  # the service lists it as missing in its next answer
                         self.trouble = str(error)
                         await asyncio.sleep(_FIRST_RETRY_S)
         reason = "files did not arrive whole, though they were sent several times"
@@ -521,7 +515,9 @@ class FleetConnection:
         )
 
     def _of_desk(self, request: str) -> TraceRequest | None:
-        """What the desk has for it already: from before the agent started again."""
+        """Returns the request that the trace service already has for it, from before a restart of
+        the agent.
+        """
         return next(
             (
                 desk_request
@@ -532,7 +528,7 @@ class FleetConnection:
         )
 
     async def _report(self, request: str, report: HostReport) -> ReportAnswer:
-        """Tell the service, however long it takes to reach it; what it refuses for good is an
+        """Send a report, with retries until the service is reached; a permanent refusal is an
         error.
         """
 
@@ -554,7 +550,7 @@ class FleetConnection:
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """What a host keeps once it belongs to a fleet; the file is its user's alone."""
+    """The stored identity of a host in a fleet; only the agent's user can read the file."""
 
     version: int
     server: str

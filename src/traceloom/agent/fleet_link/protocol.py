@@ -1,9 +1,8 @@
-"""What an agent and the fleet's service say to each other; the service's routes take and give
-these.
+"""Messages between an agent and the fleet service, which the routes of the service take and return.
 
-Everything is a state, not an event: work is offered until the host says that it has ended, reports
-say how far it is, minutes of usage are sent until they are acknowledged. So nothing is lost or
-doubled when either side starts again.
+Everything is a state, not an event: work is offered until the host reports its end, reports contain
+the whole progress, minutes of usage are sent until they are acknowledged. So nothing is lost or
+duplicated if either side restarts.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ from msgspec import Meta
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.system.text import HOST, IDENTITY, SHA256
 
-MAX_MINUTES = 60  # of usage in one heartbeat
-MAX_PROCESSES = 4096  # of a host
+MAX_MINUTES = 60  # of usage per heartbeat
+MAX_PROCESSES = 4096  # per host
 
 Name = Annotated[str, Meta(max_length=256)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
-# What a host is to do next for a request, and how far it is.
+# The next step of a host for a request, and its progress.
 WorkStep = Literal["arm", "start"]
 StartBy = Literal["instant", "step"]
 HostState = Literal["armed", "running", "uploading", "uploaded", "failed", "cancelled"]
 ENDED_HOST_STATES = frozenset({"uploaded", "failed", "cancelled"})
-# Whose a device was: a job's that used it, a job's that did not, nobody's; or it could not be read.
+# A device was held by a job that used it, by a job that did not, by nobody; or could not be read.
 UsageState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
 
 
 class FleetMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What goes over the wire.
+    """Base of all messages.
 
-    The route names the version, `/api/v1/`; fields that it does not have are refused.
+    The route names the version, `/api/v1/`; unknown fields are refused.
     """
 
 

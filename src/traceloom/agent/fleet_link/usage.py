@@ -1,7 +1,7 @@
-"""Whose each device was, minute by minute, in whole milliseconds: what the fleet adds up.
+"""Device use per job and minute, in whole milliseconds, as the fleet adds it up.
 
-Minutes are of the service's clock. A tick that lies in two of them is split; rows of a device and
-minute never add up to more than 60,000 ms, and to less only where the agent did not run.
+Minutes are of the service's clock. A tick that spans two of them is split; rows of a device and
+minute never add up to more than 60,000 ms, and to less only if the agent did not run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LOG = logging.getLogger("traceloom.agent")
 MINUTE_MS = 60_000
 VERSION = 1
 _SCHEMA = "CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)"
-_MAX_WAITING_MINUTES = 2 * 24 * 60  # minutes that wait for a service; then the oldest go
+_MAX_WAITING_MINUTES = 2 * 24 * 60  # unacknowledged minutes; then the oldest are dropped
 
 
 class _UsageKey(NamedTuple):
-    """What a row is of."""
+    """The key of a row."""
 
     device: str
     job: str
@@ -40,7 +40,7 @@ class _UsageKey(NamedTuple):
 
 @dataclass(slots=True)
 class _Amounts:
-    """What is added up of it; None: a part of it is not known."""
+    """The sums of a row; None: a part of it is unknown."""
 
     ms: int = 0
     joules: float | None = 0.0
@@ -48,7 +48,7 @@ class _Amounts:
     flops_high: float | None = 0.0
 
     def add(self, ms: int, time: JobDeviceTime) -> None:
-        """Add so many ms of a tick, with that part of what was measured in it."""
+        """Add `ms` of a tick, with the corresponding part of its measurements."""
         part = ms / (time.busy_ms + time.idle_ms + time.unknown_ms)
         low, high = time.flops or (None, None)
         self.ms += ms
@@ -62,25 +62,23 @@ def _add_amount(total: float | None, amount: float | None, part: float) -> float
 
 
 class UsageAccumulator:
-    """Adds up ticks into minutes. Used by the agent's loop alone."""
+    """Adds up ticks into minutes. Used from the agent's loop only."""
 
     def __init__(self) -> None:
         self._minutes: dict[int, dict[_UsageKey, _Amounts]] = {}
-        self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> what it read
-        self._first = 0  # that is open; earlier ones were taken
-        self.dropped_ms = (
-            0  # of devices: in minutes that were taken already, or beyond their 60,000
-        )
+        self._bytes: dict[tuple[int, str], float] = {}  # (minute, job) -> bytes read
+        self._first = 0  # first open minute; earlier ones were taken
+        self.dropped_ms = 0  # device time in minutes already taken, or beyond their 60,000 ms
 
     def add(
         self, end_ns: int, times: Iterable[JobDeviceTime], input_bytes: Mapping[str, float]
     ) -> None:
-        """Take a tick.
+        """Add a tick.
 
         Args:
-            end_ns: When it ended, by the service's clock.
-            times: What jobs had of the devices; those of one device add up to the length of the tick.
-            input_bytes: Job -> bytes that it read meanwhile, where that is known.
+            end_ns: Its end, on the service's clock.
+            times: Device time of jobs; those of one device add up to the length of the tick.
+            input_bytes: Job -> bytes that it read in the tick, if known.
         """
         times_by_device: dict[str, list[JobDeviceTime]] = defaultdict(list)
         for time in times:
@@ -92,9 +90,7 @@ class UsageAccumulator:
             ]
             spans = _split_at_minutes(end_ns // 1_000_000, sum(spent))
             for minute, length in spans:
-                parts = split_by_weights(
-                    length, spent
-                )  # at most what there is, as all parts of one whole are
+                parts = split_by_weights(length, spent)  # no part exceeds its rest in `spent`
                 spent = [ms - part for ms, part in zip(spent, parts, strict=True)]
                 self._put(minute, device_times, parts)
         total_ms = sum(length for _, length in spans)
@@ -106,8 +102,8 @@ class UsageAccumulator:
                     )
 
     def _put(self, minute: int, times: list[JobDeviceTime], parts: list[int]) -> None:
-        """Book parts (busy, idle, unknown of each job) of a device on a minute, as far as there is
-        room.
+        """Book parts (busy, idle, unknown of each job) of a device on a minute, up to its 60,000
+        ms.
         """
         uses = self._minutes.setdefault(minute, {}) if minute >= self._first else {}
         booked = sum(amounts.ms for use, amounts in uses.items() if use.device == times[0].device)
@@ -125,10 +121,10 @@ class UsageAccumulator:
                     )
 
     def take(self, now_ns: int, models: Mapping[str, str]) -> dict[int, list[UsageRow]]:
-        """The minutes that have ended by the service's clock; they are not given again.
+        """Remove and return the minutes that have ended by the service's clock.
 
         Args:
-            now_ns: Now.
+            now_ns: Current time.
             models: Device -> its model.
         """
         self._first = max(self._first, now_ns // 1_000_000 // MINUTE_MS)
@@ -140,7 +136,7 @@ class UsageAccumulator:
     def _rows(self, minute: int, models: Mapping[str, str]) -> Iterator[UsageRow]:
         uses = self._minutes.pop(minute)
         rows_of_job = Counter(use.job for use in uses)
-        read = {  # nobody knows which device took it: in equal parts, which add up
+        read = {  # split equally over the devices, as the actual split is unknown
             job: iter(split_by_weights(round(self._bytes[minute, job]), [1.0] * count))
             for job, count in rows_of_job.items()
             if (minute, job) in self._bytes
@@ -162,7 +158,7 @@ class UsageAccumulator:
 
 
 def _split_at_minutes(end: int, length: int) -> list[tuple[int, int]]:
-    """A span of milliseconds cut at minutes: (minute, length) of each piece."""
+    """Split a span of milliseconds at minutes: (minute, length) of each piece."""
     spans = []
     start = end - length
     while start < end:
@@ -173,17 +169,16 @@ def _split_at_minutes(end: int, length: int) -> list[tuple[int, int]]:
 
 
 class UsageOutbox:
-    """Minutes that the service has not acknowledged, on disk (SQLite); blocks, so it is called in a
-    thread.
+    """Unacknowledged minutes on disk (SQLite); blocks, so it is called in a thread.
 
     Args:
-        path: The file; its directory is made.
+        path: The file; its directory is created.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost = 0  # minutes that no service took in time, or that could not be written
-        self.trouble = ""  # why the last could not be written
+        self.lost = 0  # minutes that expired unacknowledged, or could not be written
+        self.trouble = ""  # why the last write failed
 
     def put(self, minutes: Mapping[int, list[UsageRow]]) -> None:
         """Keep minutes until they are acknowledged."""
@@ -205,11 +200,11 @@ class UsageOutbox:
             self.trouble = f"{self.path}: {error}"
 
     def oldest(self) -> list[UsageRow]:
-        """The rows of the oldest minutes, as many as a heartbeat takes.
+        """Returns the rows of the oldest minutes, as many as fit into a heartbeat.
 
         Raises:
             InputError: `other-version`: the file has another schema.
-            sqlite3.Error, OSError: They cannot be read; what is damaged has been put aside.
+            sqlite3.Error, OSError: They cannot be read; a damaged file has been moved away.
         """
         if not self.path.exists():
             return []
@@ -233,14 +228,16 @@ class UsageOutbox:
                 ) from error
 
     def acknowledge(self, minute: int) -> None:
-        """The service has all minutes up to this one; errors as of `oldest`."""
+        """Delete all minutes up to this one, which the service has stored; raises the errors of
+        `oldest`.
+        """
         if self.path.exists():
             with self._database() as database:
                 database.execute("DELETE FROM minutes WHERE minute <= ?", (minute,))
 
     @contextlib.contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
-        """The database; one that is damaged is put aside, and the next question begins a new one."""
+        """Lends the database; a damaged one is moved away, and the next call creates a new one."""
         try:
             connection = open_database(self.path, _SCHEMA, VERSION, "database of usage")
             with contextlib.closing(connection) as database, database:
