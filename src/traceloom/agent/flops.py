@@ -1,13 +1,13 @@
-"""FLOP/s of a device from pipe activity and its data sheet, with bounds.
+"""Estimates a device's FLOP/s, with bounds, from pipe activity and its data sheet.
 
-The peaks are those of `traceloom.analyze`, read as a file: that package brings arrays, which the
-agent's loop does not import.
+The peaks are those of `traceloom.analyze`, read as a file: that package imports NumPy, which the
+agent's loop does not load.
 
 F = N_SM x f_SM(measured) x sum over pipes(activity x FLOP per clock per SM)
 
-The pipe of the matrix units does not tell TF32 from BF16 or FP8, which differ by a factor of up to
-eight: what is known of the element type decides how wide the interval is. Integer operations are no
-FLOP and stand apart.
+The counter of the matrix pipe does not distinguish TF32 from BF16 or FP8, which differ by a factor
+of up to eight: the width of the interval depends on what is known of the element type. Integer
+operations are no FLOP and are reported separately.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from traceloom.agent.metrics import Reading
 
 PEAKS_FILE = Path(__file__).parents[1] / "analyze" / "peaks.json"
 FLOP_PER_CLOCK_FILE = Path(__file__).with_name("flop_per_clock.json")
-_COMPARED_TYPES = ("bf16", "fp16", "fp32")  # in this order: what devices are compared in
+_COMPARED_TYPES = ("bf16", "fp16", "fp32")  # devices are compared by the first that both have
 
 
 class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of a data sheet.
 
-    FLOP/s by element type, dense; clocks in Hz; None or "": not known.
+    FLOP/s by element type, dense; clocks in Hz; None or "": unknown.
     """
 
     name: str
@@ -45,7 +45,9 @@ class DeviceModel(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def load_flop_per_clock() -> dict[str, dict[str, int]]:
-    """Architecture -> unit (`fp32`, `bf16_matrix`) -> FLOP per clock of one multiprocessor."""
+    """Returns architecture -> unit (`fp32`, `bf16_matrix`) -> FLOP per clock of one
+    multiprocessor.
+    """
     tables: dict[str, dict[str, int]] = json.loads(FLOP_PER_CLOCK_FILE.read_text(encoding="utf-8"))[
         "architectures"
     ]
@@ -75,14 +77,14 @@ def _normalise_name(name: str) -> str:
 
 
 def find_device_model(name: str) -> DeviceModel | None:
-    """The data sheet of a device by its whole name; capitals and blanks do not count."""
+    """Returns the data sheet of a device by its whole name; case and spaces are ignored."""
     return _load_models().get(_normalise_name(name))
 
 
 def compute_relative_peak(model: DeviceModel | None, reference: DeviceModel | None) -> float | None:
-    """How much faster a device is than another at most; None where either is not known.
+    """Returns the ratio of two devices' peaks; None if either is unknown.
 
-    Compared is the rate of BF16, else FP16, else FP32: the first that both data sheets have.
+    Compares the rate of BF16, else FP16, else FP32: the first that both data sheets have.
     """
     if model is None or reference is None:
         return None
@@ -100,13 +102,13 @@ Method = Literal["declared", "trace", "ratio", "bounds"]
 Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after the device) -> value
 PIPE_METRIC = "gpu_pipe_active_ratio"
 VECTOR_TYPES = ("fp64", "fp32", "fp16")
-MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # those that the 16-bit pipe (HMMA) computes
+MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # computed by the 16-bit pipe (HMMA)
 HALF_TO_SINGLE = (
-    1.0  # more work in the FP16 pipe than in the FP32 pipe: the matrices have at most 16 bits
+    1.0  # ratio of FP16 to FP32 pipe activity above which the matrices have at most 16 bits
 )
-MIN_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to say something
+MIN_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to be significant
 
-# What jobs and frameworks call an element type.
+# Names of element types as jobs and frameworks write them.
 TYPE_SPELLINGS = {
     "tf32": "tf32",
     "fp32": "tf32",
@@ -132,16 +134,14 @@ TYPE_SPELLINGS = {
 
 
 class MatrixTypes(msgspec.Struct, frozen=True):
-    """What is known of the element types in a job's matrix units: type -> share of the FLOPs there,
-    and from where.
-    """
+    """Element types in a job's matrix units: type -> share of the FLOPs there, and the source."""
 
     shares: dict[str, float]
     method: Literal["declared", "trace"]
 
 
 class FlopRate(NamedTuple):
-    """FLOP/s that a device did at least and at most, and how the type in its matrix units is known."""
+    """Lower and upper bound of a device's FLOP/s, and how the type in its matrix units is known."""
 
     low: float
     high: float
@@ -149,7 +149,9 @@ class FlopRate(NamedTuple):
 
 
 def parse_declared_types(text: str) -> MatrixTypes | None:
-    """What a job declares (`TRACELOOM_DTYPE=bf16`); None for what is no type of matrix units."""
+    """Parses a job's declaration (`TRACELOOM_DTYPE=bf16`); None if it is not a type of matrix
+    units.
+    """
     kind = TYPE_SPELLINGS.get(text.strip().lower().removeprefix("torch."))
     return None if kind is None else MatrixTypes({kind: 1.0}, "declared")
 
@@ -157,8 +159,8 @@ def parse_declared_types(text: str) -> MatrixTypes | None:
 def _compute_matrix_rates(
     per_clock: Mapping[str, int], values: Values, types: Iterable[MatrixTypes]
 ) -> FlopRate | None:
-    """FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None for an
-    architecture without.
+    """Returns FLOP per clock of a multiprocessor whose 16-bit matrix pipe is always active; None if
+    the architecture has none.
 
     A mix is by FLOPs, and a pipe spends its time by FLOPs over rate: the rate of the mix is the
     harmonic mean.
@@ -168,8 +170,7 @@ def _compute_matrix_rates(
     }
     if not rates:
         return None
-    # Several jobs on one device: nobody knows whose the activity is, so that it lies between their
-    # rates.
+    # With several jobs on one device it is unknown which one is active: the rate is between theirs.
     job_rates = [
         (
             sum(mix.shares.values())
@@ -195,25 +196,25 @@ def _compute_matrix_rates(
     )
     if is_half and "fp16" in rates:
         return FlopRate(rates["fp16"], max(rates.values()), "ratio")
-    # The FP32 pipe has the vector work of TF32 and BF16 jobs, and the sums of FP8 products: it
-    # tells nothing.
+    # FP32 pipe activity does not help: it has the vector work of TF32 and BF16 jobs, and the sums
+    # of FP8 products.
     return FlopRate(min(rates.values()), max(rates.values()), "bounds")
 
 
 def estimate_flops(
     device: Device, values: Values, types: Iterable[MatrixTypes] = ()
 ) -> tuple[list[Reading], dict[str, str]]:
-    """`gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, or why they
-    cannot be had.
+    """Returns `gpu_flops`, `gpu_integer_ops` and `gpu_flop_utilization_ratio` of a device, and why
+    any of them is missing.
 
-    Where only the activity of all matrix units together is known (exporters on A100), all of it
-    counts as the 16-bit pipe's; a vector pipe that is not known does nothing at least, and at most
-    what the multiprocessors were active.
+    If only the activity of all matrix units together is known (exporters on A100), all of it counts
+    as the 16-bit pipe's. An unknown vector pipe is idle for the lower bound, and as active as the
+    multiprocessors for the upper one.
 
     Args:
-        device: With its multiprocessors and architecture.
-        values: Its readings; of a partition, with the clock of its device.
-        types: What is known of each job on it.
+        device: Has its multiprocessors and architecture.
+        values: Its readings; for a partition, with the clock of its device.
+        types: Element types of each job on it.
     """
     per_clock = load_flop_per_clock().get(device.architecture)
     clock = values.get(("gpu_clock_hertz", ("sm",)))
@@ -246,8 +247,7 @@ def estimate_flops(
         at_most = values.get(
             ("gpu_sm_active_ratio", ()), values.get(("gpu_graphics_active_ratio", ()), 1.0)
         )
-        # A multiprocessor issues to one vector pipe more than to another: unknown ones count with
-        # the fastest.
+        # The split among unknown vector pipes is unknown: all count with the rate of the fastest.
         unknown = [kind for kind in VECTOR_TYPES if (PIPE_METRIC, (kind,)) not in values]
         high += at_most * max((per_clock.get(kind, 0) for kind in unknown), default=0)
         for kind in VECTOR_TYPES:
@@ -271,10 +271,10 @@ def estimate_flops(
 def compute_estimate_error(
     estimated: FlopRate, flops_per_step: float, steps_per_second: float
 ) -> float | None:
-    """How far the estimate is from the FLOPs that a trace counted: 0 within the bounds, else from
-    the nearer one.
+    """Returns the relative error of the estimate against the FLOPs counted in a trace: 0 within the
+    bounds, else from the nearer one.
 
-    (estimate - counted) / counted; None where no steps are done.
+    (estimate - counted) / counted; None if no steps are made.
     """
     counted = flops_per_step * steps_per_second
     if counted <= 0:

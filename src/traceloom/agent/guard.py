@@ -1,9 +1,9 @@
-"""A process that removes the agent's sockets when the agent is gone, however it went.
+"""A process that removes the agent's sockets when the agent has ended, however it ended.
 
-A socket file that nobody listens to delays the end of every job that knows it by seconds. The guard
-waits for the end of a pipe whose other end the agent holds; nothing else ends it. It needs the
-standard library alone and runs as `python -I -S guard.py`, in a session of its own, so that what
-ends the agent's group does not end it.
+A socket file without a listener delays the end of every job that uses it by seconds. The guard
+waits for the end of a pipe whose other end the agent holds; nothing else ends it. It uses only the
+standard library and runs as `python -I -S guard.py` in its own session, so that signals to the
+agent's group do not end it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO
 
 
 class SocketJanitor:
-    """The agent's side: knows the guard's process, and starts another one where it has ended.
+    """The agent's side: starts the guard process, and restarts it if it has ended.
 
     Raises:
         OSError: No process can be started.
@@ -31,14 +31,11 @@ class SocketJanitor:
 
     @property
     def pid(self) -> int:
-        """Of the guard's process."""
+        """Pid of the guard process."""
         return self._process.pid
 
     def watch(self, path: Path) -> None:
-        """Remove this socket, as it is now, at the end.
-
-        One that takes its name later is not removed.
-        """
+        """Have this socket removed at the end, but not another file that replaces it."""
         self._watched[str(path)] = get_file_identity(str(path))
         self._send(str(path))
 
@@ -53,7 +50,7 @@ class SocketJanitor:
         return False
 
     def close(self) -> None:
-        """The agent has ended in order: let the guard remove what is left, and wait for it."""
+        """Make the guard remove the remaining sockets, and wait for it."""
         self._close_pipe()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
@@ -70,18 +67,20 @@ class SocketJanitor:
 
     def _send(self, path: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended; `check` tells the next one everything
+        with contextlib.suppress(OSError):  # it has ended; `check` sends everything to the next one
             self._process.stdin.write(json.dumps([path, self._watched[path]]) + "\n")
             self._process.stdin.flush()
 
     def _close_pipe(self) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # what it did not read any more
+        with contextlib.suppress(OSError):  # it ended before reading the buffered lines
             self._process.stdin.close()
 
 
 def get_file_identity(path: str) -> tuple[int, ...] | None:
-    """What tells a file from another one that takes its name."""
+    """Returns an identity of a file that differs from that of any file that replaces it; None if
+    there is none.
+    """
     try:
         status = os.lstat(path)
     except OSError:
@@ -90,16 +89,16 @@ def get_file_identity(path: str) -> tuple[int, ...] | None:
         status.st_dev,
         status.st_ino,
         status.st_ctime_ns,
-    )  # numbers of files are given again at once
+    )  # inode numbers are reused at once
 
 
 def main(lines: IO[str]) -> None:
-    """Read what is to be watched until the agent is gone, then remove it."""
+    """Read the sockets to watch until the agent is gone, then remove them."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     watched: dict[str, tuple[int, ...] | None] = {}
     for line in lines:
-        # The last line of an agent that was killed may be cut.
+        # The last line of a killed agent may be incomplete.
         with contextlib.suppress(ValueError):
             path, before = json.loads(line)
             watched[path] = before and tuple(before)

@@ -1,14 +1,14 @@
 """Values over time: ten minutes in memory, a day in SQLite; queries by job, rank, device.
 
-A row on disk is one metric at one instant: the numbers of all its series as 64-bit floats, NaN for
-none, and the id of a layout, which says whose they are. Layouts repeat from tick to tick, so a
-series costs 8 bytes a tick. Rows lie in order of time; an hour of one metric is one scan of a
-range. Clocks that jump back leave rows among older ones.
+A row on disk is one metric at one instant: the values of all its series as 64-bit floats, NaN for
+none, and the id of a layout, which lists the series. Layouts repeat from tick to tick, so a series
+costs 8 bytes a tick. Rows are ordered by time; an hour of one metric is one range scan. Clocks that
+jump back leave rows among older ones.
 
-What stands on a device becomes a job's by the share that the job's processes had of the device at
-that time: values that add up (power, energy, memory, FLOP/s) are split, properties (busy, clocks,
-temperatures) are averaged over the devices that the job was on, weighted by its shares. Counters
-are answered as rates per second.
+A value of a device is attributed to a job by the share that the job's processes had of the device
+at that time: values that add up (power, energy, memory, FLOP/s) are split, properties (busy,
+clocks, temperatures) are averaged over the job's devices, weighted by its shares. Counters are
+returned as rates per second.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from traceloom.errors import InputError, UsageError, nearest, other_version
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
 _LAYOUTS_IN_MEMORY = 512
-_GAP_NS = 60 * 10**9  # so long after a value in memory the disk has nothing to add
-_RETRY_S = 60.0  # after a disk that could not be written
+_GAP_NS = 60 * 10**9  # values on disk are used only in longer gaps of those in memory
+_RETRY_S = 60.0  # after a failed write
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS layouts (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, labels BLOB NOT NULL);
@@ -55,7 +55,7 @@ Labels = tuple[str, ...]
 
 
 class Points(NamedTuple):
-    """A series over time, in order of time: instants in ns since the epoch, and values."""
+    """A series ordered by time: instants in ns since the epoch, and values."""
 
     labels: Labels
     times_ns: array[int]
@@ -69,13 +69,13 @@ class _Recent(NamedTuple):
 
 
 class History:
-    """Keeps the board's values.
+    """Keeps the values of the snapshot.
 
     `keep` and `recent` belong to the loop; `write` and `query` block and belong to threads.
 
     Args:
-        path: The file; None keeps in memory alone.
-        settings: How much is kept.
+        path: The file; None: in memory only.
+        settings: Retention.
 
     Raises:
         InputError: `other-version`: the file has another schema.
@@ -85,7 +85,7 @@ class History:
         self.path = path
         self.settings = settings
         self.lost: Counter[str] = Counter()  # reason -> ticks that could not be written
-        self.trouble = ""  # why the disk holds nothing now
+        self.trouble = ""  # why the file cannot be used now
         self._recent: deque[_Recent] = deque()
         self._seen: dict[str, _Recent] = {}
         self._closed = False
@@ -98,29 +98,29 @@ class History:
             self._open()
 
     def keep(self, board: Snapshot, now_ns: int) -> None:
-        """Take into memory what is new on the board."""
+        """Store new values of the snapshot in memory."""
         for name, sheet in board.results.items():
             before = self._seen.get(name)
             if before is not None and before.at_ns == sheet.at_ns:
                 continue
             series = tuple(sheet.values)
             if before is not None and before.series == series:
-                series = before.series  # one tuple for as long as they stay the same
+                series = before.series  # share one tuple while the series stay the same
             self._seen[name] = _Recent(sheet.at_ns, series, array("d", sheet.values.values()))
             self._recent.append(self._seen[name])
         oldest = now_ns - self.settings.recent_seconds * 10**9
-        # A clock that jumped ahead and back leaves instants that never become old; the number is
-        # bounded too.
+        # A clock that jumped ahead and back leaves instants that never expire, so the number is
+        # bounded, too.
         max_entries = self.settings.recent_seconds * max(len(self._seen), 1)
         while self._recent and (self._recent[0].at_ns < oldest or len(self._recent) > max_entries):
             self._recent.popleft()
 
     def recent(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
-        """The series of a metric in memory, of instants from `since_ns` until `until_ns`."""
+        """Returns the series of a metric in memory, with instants from `since_ns` to `until_ns`."""
         series: dict[Labels, tuple[array[int], array[float]]] = {}
         columns: dict[
             int, list[tuple[int, Labels]]
-        ] = {}  # of each tuple of series, which of them are this metric's
+        ] = {}  # tuple of series -> positions of this metric's series
         for tick in self._recent:
             if since_ns <= tick.at_ns <= until_ns:
                 if id(tick.series) not in columns:
@@ -136,13 +136,13 @@ class History:
         return [sort_by_time(labels, times, values) for labels, (times, values) in series.items()]
 
     def recent_from_ns(self) -> int:
-        """The oldest instant in memory; now where there is none."""
+        """Returns the oldest instant in memory; now if there is none."""
         return min((tick.at_ns for tick in self._recent), default=time.time_ns())
 
     def write(self, at_ns: int, values: Iterable[tuple[SeriesKey, float]]) -> None:
-        """Put one tick on disk.
+        """Write one tick to disk.
 
-        What cannot be written is counted in `lost`; the file is tried again later.
+        Failures are counted in `lost`; the file is retried later.
         """
         with self._lock:
             if self.path is None or self._closed:
@@ -183,10 +183,10 @@ class History:
                     self._put_aside()
 
     def query(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
-        """The series of a metric on disk, of instants from `since_ns` until `until_ns`, both
-        included.
+        """Returns the series of a metric on disk, with instants from `since_ns` to `until_ns`, both
+        inclusive.
 
-        Empty where the disk cannot be read, which `trouble` says; a damaged file is put aside.
+        Empty if the disk cannot be read, see `trouble`; a damaged file is moved away.
         """
         if self.path is None or not self.path.exists():
             return []
@@ -229,7 +229,7 @@ class History:
                     msgspec.DecodeError,
                     ValueError,
                     TypeError,
-                ) as error:  # SQLite checks no contents
+                ) as error:  # SQLite does not validate contents
                     raise sqlite3.DatabaseError(
                         f"the tick of {at_ns} is damaged: {error}"
                     ) from error
@@ -244,9 +244,7 @@ class History:
         ]
 
     def forget(self, now_ns: int) -> None:
-        """Drop from disk what is older than it is kept; and the oldest tenth where the file is too
-        large.
-        """
+        """Delete expired values from disk, and the oldest tenth if the file is too large."""
         with self._lock:
             if self._database is None:
                 return
@@ -277,7 +275,7 @@ class History:
                     self._put_aside()
 
     def bytes(self) -> int:
-        """The size on disk, with the log of changes beside it."""
+        """The size on disk, including the write-ahead log."""
         if self.path is None:
             return 0
         total = 0
@@ -287,7 +285,7 @@ class History:
         return total
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             if self._database is not None:
                 self._database.close()
@@ -295,7 +293,7 @@ class History:
             self._closed = True
 
     def _open(self) -> None:
-        """Open or make the file; one that is damaged is put aside, never deleted."""
+        """Open or create the file; a damaged one is moved away, never deleted."""
         assert self.path is not None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,7 +334,7 @@ class History:
     def _fail(self, error: Exception) -> None:
         self.trouble = str(error)
         self._again = time.monotonic() + _RETRY_S
-        self._layouts.clear()  # what a transaction that failed has put there is not there
+        self._layouts.clear()  # ids of a failed transaction were rolled back
         self._metrics.clear()
         if self._database is not None:
             with contextlib.suppress(sqlite3.Error):
@@ -344,11 +342,11 @@ class History:
             self._database = None
 
     def _put_aside(self) -> None:
-        """Give a damaged file, which is closed, another name; the next write begins a new one."""
+        """Rename a damaged file, which has to be closed; the next write creates a new one."""
         assert self.path is not None
         try:
             aside = move_damaged_file(self.path)
-        except OSError as error:  # tried again when it is written next
+        except OSError as error:  # retried by the next write
             self.trouble = str(error)
             return
         LOG.warning("the history is damaged and put aside as %s", aside)
@@ -375,7 +373,7 @@ class History:
 
 
 def sort_by_time(labels: Labels, times: array[int], values: array[float]) -> Points:
-    """A series in order of time, whatever clocks did."""
+    """Returns a series ordered by time, even if clocks jumped."""
     if any(later < earlier for earlier, later in pairwise(times)):
         pairs = sorted(zip(times, values, strict=True))
         times, values = (
@@ -386,8 +384,8 @@ def sort_by_time(labels: Labels, times: array[int], values: array[float]) -> Poi
 
 
 def merge_series(older: list[Points], newer: list[Points]) -> list[Points]:
-    """Series of the disk, and those in memory for the time that they cover: where a clock jumped,
-    it has gaps.
+    """Merge series of the disk with those in memory, which replace them in the time that they
+    cover, except in gaps, as after clock jumps.
     """
     unmerged = {points.labels: points for points in newer}
     result = []
@@ -407,25 +405,23 @@ def merge_series(older: list[Points], newer: list[Points]) -> list[Points]:
 
 
 def get_label_columns(metric: str) -> Mapping[str, int]:
-    """Label of a metric -> where it stands in the labels of its series."""
+    """Returns label of a metric -> its position in the labels of its series."""
     return {label: column for column, label in enumerate(METRICS[metric].labels)}
 
 
-_OWNERSHIP_HOLD_NS = (
-    60 * 10**9
-)  # a share or an owner is taken to hold so long after it was seen last
+_OWNERSHIP_HOLD_NS = 60 * 10**9  # a share or an owner is valid for so long after it was last seen
 OWNER_FIELDS = ("job", "rank", "user", "account", "namespace", "pod", "framework", "process", "pid")
 GROUPING_FIELDS = (*OWNER_FIELDS, "device")
 ATTRIBUTION_METRICS = (
     "process_gpu_share_ratio",
     "process_info",
-)  # metrics by which values become those of jobs
-# Series of a metric in a span of time.
+)  # metrics used to attribute values to jobs
+# Returns the series of a metric in a span of time.
 Fetch = Callable[[str], list[Points]]
 
 
 class Curve(NamedTuple):
-    """One line of an answer: what it is of, instants in ns since the epoch, values."""
+    """One line of a result: its labels, instants in ns since the epoch, values."""
 
     of: dict[str, str]
     times_ns: list[int]
@@ -433,16 +429,18 @@ class Curve(NamedTuple):
 
 
 def get_unit(metric: str, *, raw: bool = False) -> str:
-    """The unit of what `answer` gives: the metric's, per second for a counter."""
+    """Returns the unit of the result of `evaluate_query`: the metric's, per second for a
+    counter.
+    """
     declared = METRICS[metric]
     return f"{declared.unit or '1'}/s" if declared.kind == "counter" and not raw else declared.unit
 
 
 def resolve_metric_name(metric: str) -> str:
-    """The name of a metric without the prefix.
+    """Returns the name of a metric without the prefix.
 
     Raises:
-        UsageError: `no-such-metric`: there is none; the nearest is named.
+        UsageError: `no-such-metric`: the message suggests the nearest one.
     """
     name = metric.removeprefix(PREFIX)
     if name not in METRICS:
@@ -455,7 +453,7 @@ def resolve_metric_name(metric: str) -> str:
 
 
 def list_needed_metrics(metric: str, parts: Iterable[str]) -> list[str]:
-    """The metrics whose history an answer by these labels or owners needs."""
+    """Returns the metrics whose history is needed for a result by these labels or owners."""
     foreign = set(parts) - set(METRICS[metric].labels)
     return list(dict.fromkeys([metric, *(ATTRIBUTION_METRICS if foreign else ())]))
 
@@ -468,18 +466,18 @@ def evaluate_query(
     where: Mapping[str, str] | None = None,
     raw: bool = False,
 ) -> list[Curve]:
-    """Answer a question.
+    """Evaluate a query.
 
     Args:
         metric: Name without the prefix.
-        fetch: Gives the series of a metric in the time asked for.
-        by: Labels of the metric, or `job`, `rank`, `user`, `account`, `namespace`, `pod`, `framework`, `process`,
-            `device`; without any every series is a row.
+        fetch: Returns the series of a metric in the requested time.
+        by: Labels of the metric, or `job`, `rank`, `user`, `account`, `namespace`, `pod`,
+            `framework`, `process`, `device`; without any every series is a row.
         where: Label or owner -> the value that rows have.
         raw: Counters as they are, not as rates.
 
     Raises:
-        UsageError: `no-such-label`: the metric has no such label, and it stands on nothing that has an owner.
+        UsageError: `no-such-label`: the metric has no such label, and its series have no owner.
     """
     declared = METRICS[metric]
     where = dict(where or {})
@@ -535,7 +533,9 @@ def evaluate_query(
 
 
 def compute_rate(points: Points) -> Points:
-    """A counter as its rate per second between instants; where it was set back, it began anew at 0."""
+    """Returns the rate per second of a counter between instants; a counter that was reset started
+    again at 0.
+    """
     times, values = array("q"), array("d")
     for index in range(1, len(points.times_ns)):
         seconds = (points.times_ns[index] - points.times_ns[index - 1]) / 1e9
@@ -561,18 +561,18 @@ class _WeightedSums(NamedTuple):
         if averaged:
             times = [
                 at_ns for at_ns in times if self.weights[at_ns]
-            ]  # who had nothing of any device has no temperature either
+            ]  # an average is undefined at total weight 0
             return times, [self.totals[at_ns] / self.weights[at_ns] for at_ns in times]
         return times, [self.totals[at_ns] for at_ns in times]
 
 
 class _OwnershipIndex:
-    """Who was on a device, and whose a process was, at an instant."""
+    """Shares of devices and owners of processes over time."""
 
     def __init__(self, fetch: Fetch, foreign: list[str], *, shares: bool) -> None:
         self.shares: dict[
             str, list[tuple[str, Points]]
-        ] = {}  # device -> process and its share over time
+        ] = {}  # device -> (process, its share over time)
         if shares:
             columns = get_label_columns("process_gpu_share_ratio")
             for points in fetch("process_gpu_share_ratio"):
@@ -584,15 +584,15 @@ class _OwnershipIndex:
         self.facts: dict[str, dict[str, str]] = {}
         if set(foreign) - {"process", "device"}:
             names = METRICS["process_info"].labels
-            for points in fetch("process_info"):  # the owner that was known last
+            for points in fetch("process_info"):  # the last known owner wins
                 facts = dict(zip(names, points.labels, strict=True))
                 self.facts[facts["process"]] = facts
 
     def over_time(
         self, series_labels: dict[str, str], times_ns: Iterable[int]
     ) -> list[list[tuple[dict[str, str], float]]]:
-        """For each instant the owners of a series, with their weights; those of no owner have ""
-        for everything.
+        """Returns for each instant the owners of a series, with their weights; without an owner all
+        fields are "".
         """
         if "process" in series_labels:
             facts = {**self.facts.get(series_labels["process"], {}), **series_labels}

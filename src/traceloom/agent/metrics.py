@@ -1,9 +1,9 @@
-"""Every metric of the agent, declared once: its name, unit, labels, and what others call it.
+"""Declarations of the agent's metrics: name, unit, labels, and names in other exporters.
 
 Names, units and kinds follow OpenMetrics 1.0; `opentelemetry` names are those of the semantic
-conventions of 2026 (`system.*`, `process.*`, `hw.*`) where they have one, else `traceloom.*`;
-`dcgm` are the fields of dcgm-exporter that boards ask for. docs/reference/agent-metrics.md is made
-of this.
+conventions of 2026 (`system.*`, `process.*`, `hw.*`) if there is one, else `traceloom.*`; `dcgm`
+are the fields of dcgm-exporter that dashboards use. docs/reference/agent-metrics.md is generated
+from this.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import msgspec
 
 PREFIX = "traceloom_"
 MetricKind = Literal["gauge", "counter", "histogram", "info"]
-# How a value of a device becomes one of its jobs: `sum` is split by use of the device (and adds
-# up), `mean` is a property that every job on the device sees.
+# How a device's value is attributed to its jobs: `sum` is split by use of the device (and adds up),
+# `mean` is a property that every job on the device has.
 Aggregation = Literal["sum", "mean", ""]
 
 
 class Reading(NamedTuple):
-    """One value that was just measured.
+    """One measured value.
 
-    `labels` are the values of the metric's labels, in their order; "" for one that is not known.
-    What could not be measured has no reading: it is absent, never 0.
+    `labels` are the values of the metric's labels, in their order; "" if unknown. What could not be
+    measured has no reading: it is absent, never 0.
     """
 
     metric: str
@@ -32,8 +32,8 @@ class Reading(NamedTuple):
 
 
 class HistogramReading(NamedTuple):
-    """A reading of a histogram: how many values were at most each bound, cumulated; their number
-    and total.
+    """A reading of a histogram: cumulative counts per bound, the number and the sum of the
+    values.
     """
 
     metric: str
@@ -47,7 +47,9 @@ SeriesKey = tuple[str, tuple[str, ...]]
 
 
 class MetricAlias(msgspec.Struct, frozen=True):
-    """What another exporter calls a metric, or one series of it: its value is ours times `factor`."""
+    """The name of a metric, or of one of its series, in another exporter: its value is ours times
+    `factor`.
+    """
 
     name: str
     where: tuple[tuple[str, str], ...] = ()
@@ -56,7 +58,7 @@ class MetricAlias(msgspec.Struct, frozen=True):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One metric: `name` is without the prefix; `unit` in the words of OpenMetrics, "" where it has
+    """One metric: `name` is without the prefix; `unit` in the words of OpenMetrics, "" if it has
     none.
     """
 
@@ -71,13 +73,11 @@ class Metric(msgspec.Struct, frozen=True):
     dcgm_aliases: tuple[MetricAlias, ...] = ()
     aggregation: Aggregation = ""
     bounds: tuple[float, ...] = ()  # of a histogram
-    constants: tuple[
-        tuple[str, str], ...
-    ] = ()  # attributes in OpenTelemetry that are the same for every series
+    constants: tuple[tuple[str, str], ...] = ()  # constant attributes in OpenTelemetry
 
     @property
     def full_name(self) -> str:
-        """As it is published."""
+        """The published name."""
         return PREFIX + self.name
 
 
@@ -293,8 +293,7 @@ _DECLARED_METRICS = (
         "{kill}",
         _CGROUP_ATTRIBUTES,
     ),
-    # Control groups of processes that matter; `job` is the one whose group it is, "" where it is
-    # none's or several'
+    # Control groups of relevant processes; `job` is the group's job, "" if it has none or several
     Metric(
         "cgroup_cpu_seconds_total",
         "counter",

@@ -1,7 +1,7 @@
-"""The application: routes, who asks, errors as answers.
+"""The HTTP application: routes, authentication, and error responses.
 
-Everything is answered from memory; only the text of /metrics is made in a thread, so that the loop
-goes on.
+Everything is answered from memory; only the text of /metrics is rendered in a thread, so that the
+loop is not blocked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class AuthenticationMiddleware:
-    """In front of the routes: who asks, and whether they ask too often."""
+    """Identifies the caller of each request and applies the rate limit."""
 
     def __init__(self, app: ASGIApp, agent: AgentInterface) -> None:
         self.app, self.agent = app, agent
@@ -45,7 +45,7 @@ class AuthenticationMiddleware:
         self.paths = {*(route.path for route in ROUTES), METRICS_PATH, DOCUMENT_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and count it."""
+        """Handle a request, and count it."""
         path, code = scope["path"], 500
 
         async def counted(message: Message) -> None:
@@ -78,9 +78,9 @@ class AuthenticationMiddleware:
 
 
 def build_app(agent: AgentInterface) -> ASGIApp:
-    """The application that answers for an agent.
+    """Returns the ASGI application of an agent.
 
-    A server has to put `identify` into the state of each connection: headers -> Peer.
+    The server has to put `identify` into the state of each connection: headers -> Caller.
     """
 
     def endpoint(route: Route) -> Callable[[Request], Awaitable[Response]]:

@@ -1,4 +1,4 @@
-"""The routes with JSON: a table of what there is, and what answers it, from memory."""
+"""The table of JSON routes, and the handlers of telemetry, from memory."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 RequestForm = TypeVar("RequestForm", bound=msgspec.Struct)
-_MAX_QUERY_POINTS = 500_000  # of an answer: about 10 MB of JSON
+_MAX_QUERY_POINTS = 500_000  # per response: about 10 MB of JSON
 
 
 class AgentRequest:
-    """A request: who asks, what they may see, and the agent that knows."""
+    """A request with its caller, the snapshot visible to the caller, and the agent."""
 
     def __init__(self, agent: AgentInterface, request: Request) -> None:
         self.agent, self.request = agent, request
@@ -46,27 +46,28 @@ class AgentRequest:
         self.view = VisibleSnapshot(agent.board, self.peer)
 
     async def body(self, form_type: type[RequestForm]) -> RequestForm:
-        """The body of the request.
+        """Returns the decoded body.
 
         Raises:
-            RequestError: `too-large`, `wrong-request`; `too-slow`: the client went before it was whole.
+            HttpError: `too-large`, `wrong-request`; `too-slow`: the client disconnected before it
+                was complete.
         """
         return await decode_body(self.request, form_type, self.agent.config.access.request_bytes)
 
     def parameters(self, form_type: type[RequestForm]) -> RequestForm:
-        """What stands behind the question mark.
+        """Returns the decoded query string.
 
         Raises:
-            RequestError: `wrong-request`.
+            HttpError: `wrong-request`.
         """
         return decode_query(self.request, form_type)
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: what it is for, what it takes, what it gives. Those with `acts` need a peer that may
-    act.
+    """A route: its purpose, parameters and response. Those with `acts` need a caller with that
+    permission.
 
-    `answer` is None where it is no JSON.
+    `answer` is None if the response is not JSON.
     """
 
     path: str
@@ -75,7 +76,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
         [AgentRequest], Awaitable[HttpResponseBody | Response] | HttpResponseBody | Response
     ]
     answer: type[HttpResponseBody] | None = None
-    content: str = "application/json"  # of an answer that is no structure
+    content: str = "application/json"  # media type of a response that is not a Struct
     method: str = "GET"
     body: type[msgspec.Struct] | None = None
     parameters: type[HttpResponseBody] | None = None
@@ -103,14 +104,14 @@ async def _get_health(agent_request: AgentRequest) -> forms.Health:
 
 async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorAnswer:
     checks = await agent_request.agent.doctor()
-    if agent_request.peer.sees != "all":  # they name processes, whosever
+    if agent_request.peer.sees != "all":  # they may name processes of any user
         checks = [check for check in checks if check.area != "jobs"]
     return forms.DoctorAnswer(checks=checks)
 
 
 def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[ValueAnswer]]:
-    """The series that a peer may see by the value of one of their labels; those that only describe
-    are left out.
+    """Returns the visible series by the value of one of their labels, without those that are only
+    descriptive.
     """
     out: dict[str, list[ValueAnswer]] = defaultdict(list)
     for (name, values), value, at_ns in view.values():
@@ -306,7 +307,7 @@ async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
 
 @cache
 def read_boot_id() -> str:
-    """What the kernel calls this start of the host; "" where it does not say."""
+    """Returns the kernel's id of the current boot; "" if unavailable."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
@@ -355,10 +356,11 @@ async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceAnswer:
 
 
 def _build_trace_permission_check(agent_request: AgentRequest) -> Callable[[int], bool]:
-    """Whether the one who asks may trace processes of a user: the own ones; who may act, all.
+    """Returns whether the caller may trace processes of a user: their own; with `acts` those of
+    all.
 
     Raises:
-        RequestError: `not-allowed`: nobody knows who it is, or it may only read.
+        HttpError: `not-allowed`: the caller is unknown, or may only read.
     """
     peer = agent_request.peer
     if peer.uid is None and not peer.acts:
@@ -372,10 +374,10 @@ def _build_trace_permission_check(agent_request: AgentRequest) -> Callable[[int]
 
 
 def _find_own_request(agent_request: AgentRequest) -> TraceRequest:
-    """The request that the path names.
+    """Returns the request that the path names.
 
     Raises:
-        RequestError: `no-such-request`: there is none, or it is about another user's processes.
+        HttpError: `no-such-request`: there is none, or it is about another user's processes.
     """
     may_trace = _build_trace_permission_check(agent_request)
     request = agent_request.agent.desk.requests.get(agent_request.request.path_params["id"])
@@ -484,8 +486,8 @@ async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
             slug="no-such-job" if parameters.job else "no-such-process",
             hint=nearest(parameters.job, view.jobs) + "`traceloom agent ps` lists them",
         )
-    # A token that only reads sees no command lines of others: where their programs are, it sees
-    # even less.
+    # A token that only reads does not see command lines of others, and stacks reveal more than
+    # these.
     allowed = agent_request.peer.acts or all(
         process.uid == agent_request.peer.uid for process in processes
     )

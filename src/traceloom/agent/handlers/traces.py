@@ -1,4 +1,4 @@
-"""HTTP: trace requests and their progress, stacks, steps, hangs, triggers, learned traces."""
+"""Responses about hangs and triggers, limited to what the caller may see."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ from traceloom.server.access import Caller
 def build_hangs_answer(
     desk: HangService, job: str, peer: Caller, jobs: Collection[str]
 ) -> HangsAnswer:
-    """The hangs that the one who asks may see, of one job or ("") of all; and which of their jobs
-    are watched.
-    """
+    """Returns the visible hangs of one job or ("") of all, and which of their jobs are watched."""
 
     def shown(record: HangRecord) -> HangAnswer:
-        # As of stacks: a token that only reads does not see where programs of others are.
+        # As for stacks: a token that only reads does not see those of others.
         full = peer.acts or peer.uid == record.hang.uid
         return HangAnswer(
             id=record.id,
@@ -63,7 +61,7 @@ def build_hangs_answer(
 def build_triggers_answer(
     triggers: TriggerEngine, budget: TriggerBudget, peer: Caller
 ) -> TriggersAnswer:
-    """All rules; those parts of them that the one who asks may see."""
+    """Returns all rules, with the details that the caller may see."""
 
     def own(last: LastFiring | LastRefusal | None) -> dict[str, Any] | None:
         if last is None or not (

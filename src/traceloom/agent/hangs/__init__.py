@@ -1,1 +1,1 @@
-"""Jobs that make no steps any more."""
+"""Detection and diagnosis of jobs that stop making steps."""

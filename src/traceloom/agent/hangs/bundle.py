@@ -1,7 +1,8 @@
-"""What is kept of a job that hangs, and a sentence that names the rank which the others wait for.
+"""Diagnosis of a hang: the bundle of files that is kept, and a sentence that names the rank that
+the others wait for.
 
-There are independent witnesses: the states of processes (a rank that has ended or is stopped),
-their stacks, and PyTorch's flight recorder of collectives where a process lets it be read.
+There are independent sources of evidence: the states of processes (a rank that has ended or is
+stopped), their stacks, and PyTorch's flight recorder of collectives if a process provides it.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from traceloom.system.sanitize import sanitize
 
 VERSION = 1
 LOG = logging.getLogger("traceloom.agent")
-_MAX_RECORDS = 64  # flight records of a bundle
-_MAX_RECORD_BYTES = 256 << 20  # bytes of those that are only judged
+_MAX_RECORDS = 64  # flight records per bundle
+_MAX_RECORD_BYTES = 256 << 20  # total of records that are analysed but not kept
 _ANALYSIS_TIMEOUT_S = 120.0
 
 
 class Witness(msgspec.Struct, frozen=True, kw_only=True):
-    """What one source says, and the ranks that the others wait for by it; none where it does not
-    say.
+    """One source of evidence: its finding, and the ranks that the others wait for according to it;
+    none if it has no result.
     """
 
     source: Literal["states", "stacks", "flight recorder"]
@@ -66,7 +67,7 @@ class Witness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HungDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device of the job: what was measured of it last, metric (and its other labels) -> value."""
+    """A device of the job with its latest values: metric (and its other labels) -> value."""
 
     uuid: str
     index: str
@@ -76,7 +77,7 @@ class HungDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to a device of the job: xid, ecc, throttle, lost, back."""
+    """An event of a device of the job: xid, ecc, throttle, lost, back."""
 
     at_ns: int
     device: str
@@ -88,7 +89,8 @@ class HangEvent(msgspec.Struct, frozen=True, kw_only=True):
 class HangProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A process of the job.
 
-    `steps`: that it has made, where known; `flight`: how its record was had, or why not.
+    `steps`: how many it has made, if known; `flight`: how its flight record was obtained, or why
+    not.
     """
 
     pid: int
@@ -100,7 +102,7 @@ class HangProcessInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HangContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent knew when it saw the hang.
+    """The agent's data about the job at the time of the hang.
 
     `series`: of the last minutes, times in ns and values.
     """
@@ -115,7 +117,7 @@ class HangContext(msgspec.Struct, frozen=True, kw_only=True):
 class HangReport(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `hang.json`.
 
-    `ranks`: whom the others wait for; `left_out`: file -> why it is not there.
+    `ranks`: those that the others wait for; `left_out`: file -> why it is missing.
     """
 
     format: str = "traceloom-hang"
@@ -140,8 +142,8 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _FlightRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """How each record was had or why not, by pid, what they say, and the collectives that ranks
-    wait in, by pid.
+    """How each record was obtained or why not, by pid; their verdict; and the collectives that
+    ranks wait in, by pid.
     """
 
     notes: dict[int, str]
@@ -150,7 +152,7 @@ class _FlightRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _BundleDirectory:
-    """The files of a bundle, up to a number of bytes."""
+    """The files of a bundle, up to a total size."""
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self.room = directory, max_bytes
@@ -158,7 +160,7 @@ class _BundleDirectory:
         self.left_out: dict[str, str] = {}
 
     def put(self, name: str, content: bytes) -> Path | None:
-        """A new file; None where there is no room for it."""
+        """Write a new file; returns None if it does not fit."""
         if len(content) > self.room:
             self.left_out[name] = (
                 f"it has {units.format_size(len(content))}, and the bundle would be larger than `most_mb`"
@@ -171,7 +173,7 @@ class _BundleDirectory:
 
 
 class _HangDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of the processes of a hang, and what follows from it."""
+    """Evidence about the processes of a hang, and the conclusion."""
 
     dumps: dict[int, StackDump]
     stacks: GroupedStacks
@@ -182,8 +184,8 @@ class _HangDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_collective_waits(processes: Sequence[Process]) -> dict[int, str]:
-    """The collectives that ranks wait in by their flight records, pid -> collective; of those that
-    can be asked.
+    """Returns pid -> collective that the rank waits in, from the flight records of processes that
+    provide them.
     """
     if not any(
         process.declared.get(name) for process in processes for name in (WORKER_SERVER, DUMP_PIPE)
@@ -197,7 +199,9 @@ async def find_collective_waits(processes: Sequence[Process]) -> dict[int, str]:
 
 
 async def describe_hang(hang: Hang, processes: Sequence[Process]) -> tuple[str, tuple[int, ...]]:
-    """Who is where, and the ranks that the others wait for; nothing is kept."""
+    """Returns the sentence about the hang, and the ranks that the others wait for; nothing is
+    kept.
+    """
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
         account = await _examine_hang(
             hang, processes, _BundleDirectory(Path(name), _MAX_RECORD_BYTES)
@@ -208,17 +212,17 @@ async def describe_hang(hang: Hang, processes: Sequence[Process]) -> tuple[str, 
 async def write_bundle(
     hang: Hang, scene: HangContext, directory: Path, max_bytes: int
 ) -> HangReport:
-    """Keep what all processes of the job do, and say whom they wait for.
+    """Write the evidence about all processes of the job, and the ranks that they wait for.
 
     Writes `hang.json`, `hang.md`, `stacks.json`, `rank<N>.dump.json` (or `pid<PID>.dump.json`),
-    `flight_rank_<N>` (as torch's own analyser wants it) or `flight_rank_<N>.json`, and
+    `flight_rank_<N>` (in the format of torch's own analyser) or `flight_rank_<N>.json`, and
     `<host>.telemetry.json.gz`.
 
     Args:
-        hang: What was seen.
-        scene: What else is known.
+        hang: The detected hang.
+        scene: The agent's data about the job.
         directory: A new or empty one.
-        max_bytes: Of all files together, about.
+        max_bytes: Approximate limit of all files together.
 
     Raises:
         ProfilerError: `cannot-write`.
@@ -268,10 +272,10 @@ async def write_bundle(
 async def _examine_hang(
     hang: Hang, processes: Sequence[Process], bundle: _BundleDirectory
 ) -> _HangDiagnosis:
-    """Look at the processes, and judge; flight records are put into the folder."""
+    """Examine the processes and diagnose; flight records are written into the bundle."""
     python_stacks = await collect_stacks(processes)
     flights = await _collect_flight_records(processes, hang.since_ns, bundle)
-    # Native calls last: a process stands still for them. One that is stopped would not answer.
+    # Native stacks last, as they stop the process; one that is already stopped would not respond.
     native = await collect_stacks(
         [process for process in processes if _read_process_state(process) not in ("T", "t")],
         native=True,
@@ -307,7 +311,7 @@ async def _examine_hang(
 
 
 def _read_process_state(process: Process) -> str:
-    """As the kernel says now; "" of one that has ended."""
+    """Returns the kernel's current state of a process; "" if it has ended."""
     try:
         fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
     except OSError:
@@ -318,7 +322,7 @@ def _read_process_state(process: Process) -> str:
 async def _collect_flight_records(
     processes: Sequence[Process], since_ns: int, bundle: _BundleDirectory
 ) -> _FlightRecords:
-    """Ask every rank for its record, and a process of its own for what they say."""
+    """Fetch every rank's record, and analyse them in a worker process."""
     dumps: dict[int, FlightDump] = {}
     notes: dict[int, str] = {}
     mains = find_rank_pids(processes)
@@ -371,14 +375,14 @@ def _find_blocking_ranks(
     stacks: GroupedStacks,
     flight: FlightVerdict | None,
 ) -> tuple[str, tuple[int, ...], tuple[Witness, ...]]:
-    """The sentence, whom the others wait for, and what each witness says.
+    """Returns the sentence, the ranks that the others wait for, and the finding of each source.
 
     Args:
-        hang: What was seen.
-        processes: Of the job.
-        stacks_only: By their stacks alone.
-        stacks: By their stacks, and the waits that the flight recorder knows.
-        flight: What the flight recorder says.
+        hang: The detected hang.
+        processes: Those of the job.
+        stacks_only: Groups by stacks alone.
+        stacks: Groups by stacks, and by waits known from the flight recorder.
+        flight: The verdict of the flight recorder.
     """
     mains = find_rank_pids(processes)
     stopped = sorted(
@@ -464,7 +468,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _HangDiagnosis) -> None:
-    """The stacks, and what was measured of late; blocks."""
+    """Write the stacks and the recent telemetry; blocks."""
     document = {"format": "traceloom-stack-groups", "version": 1, "time_ns": time.time_ns()}
     bundle.put("stacks.json", msgspec.json.encode(document | msgspec.to_builtins(account.stacks)))
     ranks: set[int] = set()
@@ -473,11 +477,11 @@ def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _Hang
         if process.pid in account.dumps:
             is_first = (
                 rank is not None and rank not in ranks
-            )  # what a rank starts has its number too
+            )  # children of a rank inherit its number
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
             bundle.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))
-    # Telemetry is as large as it is: what does not fit is taken away again.
+    # The size of telemetry is known only after writing: a file that does not fit is deleted again.
     stem = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in scene.host)[
         :80
     ].lstrip(".")
@@ -499,9 +503,9 @@ def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _Hang
 
 
 def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
-    """The bundle as a page of Markdown.
+    """Returns the bundle as a Markdown page.
 
-    Names of strangers stand in blocks of code alone, where nothing is markup.
+    Untrusted names appear in code blocks only, where nothing is markup.
     """
     states = {
         "T": "stopped",

@@ -1,10 +1,9 @@
-"""Which jobs hang: processes that made steps and make none any more, for no reason that can be
-seen.
+"""Detects hanging jobs: processes that made steps and stopped, for no visible reason.
 
-Times are on the monotonic clock, which stands still while the host is suspended and which nobody
-sets. What counts as life without steps: batches from a data loader (an evaluation), data to and
-from disks (a checkpoint). A job all of whose processes are stopped was stopped by somebody. Whether
-one works that shows none of these, only its stacks tell: who has looked at them says so by `works`.
+Times are on the monotonic clock, which stops while the host is suspended and is never set. Signs of
+life without steps: batches from a data loader (an evaluation), disk I/O (a checkpoint). A job all
+of whose processes are stopped was stopped by somebody. Whether a job works that shows none of these
+can only be told from its stacks: the caller reports it by `works`.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from traceloom.agent.config import Hangs
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.steps import StepCounter, StepPace
 
-_MIN_STEPS = 3  # before that nobody knows how long one takes
-_NEWS = 3  # times that steps are usually heard of: a job may report many at once
-_DISK_RATE = 1e6  # bytes per second of a job that writes or reads something large; logs are less
+_MIN_STEPS = 3  # before that the duration of a step is unknown
+_NEWS = 3  # usual intervals between reports to wait, as a job may report many steps at once
+_DISK_RATE = 1e6  # bytes per second above which a job reads or writes data, not just logs
 _STOPPED_STATES = {"T", "t"}
-_ASLEEP_S = 30.0  # between two looks, which are a second apart
+_ASLEEP_S = 30.0  # a longer gap between two checks, normally a second apart, means a suspend
 
 
 class JobKey(NamedTuple):
-    """A job of a user: whoever starts a process names its job."""
+    """A job of a user. Names of jobs are not unique across users, as everyone can set them."""
 
     job: str
     uid: int
 
 
 class HungProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of a job that hangs, by its key `PID@START`, and how many steps it had made as far
-    as is known.
-    """
+    """A process of a hanging job, by its key `PID@START`, and its number of steps if known."""
 
     key: str
     pid: int
@@ -45,7 +42,7 @@ class HungProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EndedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that made steps and ended, while others of its job live; `ended_ns` of the wall
+    """A process that made steps and ended, while others of its job live; `ended_ns` on the wall
     clock.
     """
 
@@ -58,9 +55,9 @@ class EndedProcess(msgspec.Struct, frozen=True, kw_only=True):
 class Hang(msgspec.Struct, frozen=True, kw_only=True):
     """A job of which `processes` make no steps.
 
-    `since_ns`: when the last sign of life was heard of, `seen_ns`: when that was seen, wall clock;
-    at most one period of the collectors late. `median_s`: of the steps of the slowest of them,
-    seconds. `busy`: they work, but for longer than a job may.
+    `since_ns`: time of the last sign of life, `seen_ns`: time of the detection; wall clock, at most
+    one period of the collectors late. `median_s`: median step time of the slowest of them, seconds.
+    `busy`: they work, but for longer than a job may without steps.
     """
 
     job: str
@@ -74,19 +71,21 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> JobKey:
-        """Whose it is."""
+        """The job and its user."""
         return JobKey(self.job, self.uid)
 
 
 class HangEnd(NamedTuple):
-    """A hang that is no more: its processes step again (`recovered`), or have ended."""
+    """A hang that is over: its processes step again (`recovered`), or have ended."""
 
     hang: Hang
     recovered: bool
 
 
 class _JobObservation(NamedTuple):
-    """A look at a job: both clocks, its processes, and the paces of those that step, by key."""
+    """An observation of a job: both clocks, its processes, and the paces of those that step, by
+    key.
+    """
 
     s: float
     ns: int
@@ -96,12 +95,12 @@ class _JobObservation(NamedTuple):
 
 @dataclass(slots=True)
 class _WatchedJob:
-    """What was seen of a job: signs of life, monotonic seconds; the processes that stepped, and
-    those that ended.
+    """State of a job: times of its signs of life in monotonic seconds; the processes that stepped,
+    and those that ended.
     """
 
     lived: float = 0.0
-    stopped: float = 0.0  # when all that step were last seen stopped
+    stopped: float = 0.0  # when all stepping processes were last seen stopped
     held_until: float = 0.0
     looked: float = 0.0
     disk_bytes: float = 0.0
@@ -110,19 +109,19 @@ class _WatchedJob:
 
 
 class HangDetector:
-    """Finds hangs, each once. Used from one thread.
+    """Reports each hang once. Used from one thread.
 
     Args:
-        settings: How long is too long.
-        alive: Whether a process that is not listed lives all the same, by its key: on a host that is overloaded, and
-            when the agent has just begun, not all are seen each time.
+        settings: Thresholds.
+        alive: Whether an unlisted process is alive, by its key: on an overloaded host, and shortly
+            after the agent's start, not all processes are listed each time.
     """
 
     def __init__(self, settings: Hangs, alive: Callable[[str], bool] = lambda _: False) -> None:
         self.settings, self.alive = settings, alive
-        self.hangs: dict[JobKey, Hang] = {}  # now
-        self.over: list[HangEnd] = []  # since the look before
-        self.stepping: set[JobKey] = set()  # jobs of which it could tell
+        self.hangs: dict[JobKey, Hang] = {}  # current hangs
+        self.over: list[HangEnd] = []  # ended since the previous call of `look`
+        self.stepping: set[JobKey] = set()  # jobs with known steps, whose hangs can be detected
         self._jobs: dict[JobKey, _WatchedJob] = {}
         self._looked, self._woke = 0.0, 0.0
 
@@ -134,19 +133,18 @@ class HangDetector:
         steps: StepCounter,
         disk_bytes: Mapping[str, float] | None = None,
     ) -> list[Hang]:
-        """Hangs that were not there at the look before.
+        """Returns the hangs that are new since the previous call.
 
         Args:
-            now: Of the monotonic clock, seconds.
-            now_ns: Of the wall clock.
-            processes: All that matter on this host.
-            steps: Those that they have made.
-            disk_bytes: Read and written so far, by key of the process.
+            now: Monotonic clock, seconds.
+            now_ns: Wall clock.
+            processes: All relevant processes of this host.
+            steps: Their steps.
+            disk_bytes: Bytes read and written so far, by key of the process.
         """
         if self._looked and now - self._looked > _ASLEEP_S:
-            self._woke = (
-                now  # the host, its virtual machine or this agent stood still: so may all jobs have
-            )
+            # The host, its virtual machine or this agent was suspended, perhaps all jobs, too.
+            self._woke = now
         self._looked = now
         processes_by_job: dict[JobKey, list[Process]] = {}
         for process in processes:
@@ -192,14 +190,14 @@ class HangDetector:
         return new
 
     def works(self, hang: Hang, until: float) -> None:
-        """It is none: its processes work without steps; look again at `until` of the monotonic
-        clock, no sooner.
+        """Withdraw a hang: its processes work without steps; do not report it again before `until`
+        on the monotonic clock.
         """
         if self.hangs.pop(hang.key, None) is not None and hang.key in self._jobs:
             self._jobs[hang.key].held_until = until
 
     def resume(self, hang: Hang) -> None:
-        """Take up a hang that an agent before this one saw."""
+        """Restore a hang that an earlier agent detected."""
         self.hangs[hang.key] = hang
 
     def _hang(self, key: JobKey, job: _WatchedJob, observation: _JobObservation) -> Hang | None:
@@ -238,8 +236,9 @@ class HangDetector:
         )
 
     def _note(self, job: _WatchedJob, observation: _JobObservation, disk_bytes: float) -> None:
-        """Signs of life of a job, and who of it has ended."""
-        # Between two runs of the collector nothing changes: the rate is that since the last change.
+        """Update the signs of life of a job, and its processes that have ended."""
+        # Between two runs of the collector nothing changes, so the rate is taken since the last
+        # change.
         if job.looked and disk_bytes - job.disk_bytes > _DISK_RATE * max(
             observation.s - job.looked, 1.0
         ):
@@ -259,7 +258,7 @@ class HangDetector:
                 job.gone[key] = EndedProcess(
                     key=key, pid=process.pid, rank=process.owner.rank, ended_ns=observation.ns
                 )
-        # A rank that was started again is not missing.
+        # A restarted rank is not missing.
         job.gone = {
             key: ended
             for key, ended in job.gone.items()

@@ -1,18 +1,18 @@
-"""Dumps of PyTorch's flight recorder and what they say.
+"""Fetches and analyses dumps of PyTorch's flight recorder.
 
-A record is a stranger's file: pickled by `ProcessGroupNCCL` and `_dump_fr_trace`, or JSON of
-`_dump_fr_trace_json`. Of pickles only plain values are read: whatever could name or call something
-is refused before anything is loaded.
+A record is untrusted: pickled by `ProcessGroupNCCL` and `_dump_fr_trace`, or JSON of
+`_dump_fr_trace_json`. Pickles may hold plain values only: any opcode that could import or call
+something is refused before anything is loaded.
 
-Three ways, of which each works where the process was started for it:
+There are three sources, each of which the process must have been started for:
+- its control server (`torch.distributed.elastic.control_plane`), at the socket that
+  TORCH_WORKER_SERVER_SOCKET names;
+- its pipe: `ProcessGroupNCCL` creates `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`, and
+  writes a dump when it reads something from it;
+- a dump that its watchdog has already written, because a collective exceeded its time-out.
 
-- its control server (`torch.distributed.elastic.control_plane`), at the socket that TORCH_WORKER_SERVER_SOCKET names;
-- its pipe: `ProcessGroupNCCL` makes `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` + rank + `.pipe`, and writes a dump when it reads
-  something there;
-- a dump that its watchdog has written already, when a collective took longer than its time-out.
-
-All of it is the user's: sockets count where the process itself is at the other end, pipes where the
-process has them open, files where they are its user's, small, and no links.
+All of these belong to the user: a socket is used only if the process itself is its peer, a pipe
+only if the process has it open, a file only if it belongs to the user, is small and is not a link.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _MAX_OPERATIONS = 4_000_000
 _MAX_ENTRIES = 20_000
 _MAX_RANKS = 65_536
 _MAX_CHARS = 200
-# What torch's own pickler writes, and what Python's writes of the same values: no name, no call, no
-# persistent object.
+# Opcodes that torch's and Python's picklers write for plain values: no imports, calls or persistent
+# objects.
 _PLAIN_OPCODES = frozenset(
     {
         "PROTO",
@@ -89,24 +89,24 @@ Kind = Literal["behind", "mismatch", "cycle", "device", "all-in", "nothing"]
 class FlightEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A collective of a rank.
 
-    `sequence` counts those of a group, or of messages between two ranks (`partner`).
+    `sequence` counts those of a group, or the messages between two ranks (`partner`).
     """
 
     group: str
     operation: str
     sequence: int
     done: bool
-    started: bool  # by the device
+    started: bool  # on the device
     created_ns: int
     is_message: bool = False
     partner: tuple[int, str, int] | None = (
-        None  # as it is named: rank of the group, `<-` or `->`, rank of the group
+        None  # (rank in the group, `<-` or `->`, rank in the group)
     )
 
 
 class FlightGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A process group as one rank sees it: the last collective that it has queued, and its members
-    where it says.
+    if recorded.
     """
 
     title: str
@@ -115,14 +115,14 @@ class FlightGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has recorded: its groups, and entries, oldest first."""
+    """The record of one rank: its groups, and entries, oldest first."""
 
     rank: int
     groups: dict[str, FlightGroup]
     entries: tuple[FlightEntry, ...]
 
     def pending(self, group: str) -> FlightEntry | None:
-        """The oldest collective of a group that is not done."""
+        """Returns the oldest unfinished collective of a group."""
         pending = (
             entry
             for entry in self.entries
@@ -131,7 +131,7 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
         return min(pending, key=lambda entry: entry.sequence, default=None)
 
     def at(self, group: str, sequence: int) -> FlightEntry | None:
-        """The collective with a number."""
+        """Returns the collective with a sequence number; None if it is not recorded."""
         for entry in reversed(self.entries):
             if (entry.group, entry.sequence, entry.is_message) == (group, sequence, False):
                 return entry
@@ -139,10 +139,9 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlightVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What the records of several ranks say together.
+    """The conclusion from the records of several ranks.
 
-    `ranks` are those that the others wait for; `waits`: rank -> the collective that it waits in, of
-    those that wait.
+    `ranks` are those that the others wait for; `waits`: rank -> the collective that it waits in.
     """
 
     kind: Kind
@@ -155,25 +154,28 @@ class FlightVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FlightFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict of files, and why some could not be read, by name; `bad` ones are no records."""
+    """The verdict of files, and why some could not be read, by name; `bad` ones are not flight
+    records.
+    """
 
     verdict: FlightVerdict
     bad: dict[str, str]
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Loads values alone, should an operation that is none ever be let through."""
+    """Loads plain values only, as a second line of defence behind the check of opcodes."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        """Nothing of a stranger is looked up."""
+        """Refuse every import."""
         raise pickle.UnpicklingError(f"it names {module_name[:80]}.{global_name[:80]}")
 
 
 def decode_plain_values(data: bytes) -> object:
-    """What a pickle or a JSON text holds.
+    """Returns the content of a pickle or a JSON text.
 
     Raises:
-        ValueError: It is neither, is cut, is too large, or a pickle that holds more than plain values.
+        ValueError: It is neither, is incomplete, too large, or a pickle that holds more than plain
+            values.
     """
     if len(data) > MAX_BYTES:
         raise ValueError(f"it is larger than {MAX_BYTES >> 20} MB")
@@ -185,8 +187,8 @@ def decode_plain_values(data: bytes) -> object:
         for number, (operation, argument, _) in enumerate(pickletools.genops(data)):
             if operation.name not in _PLAIN_OPCODES:
                 raise ValueError(f"it holds more than plain values: {operation.name}")
-            # The table of what was kept is as long as its highest index: a large one in a small
-            # file takes all memory.
+            # The memo is as long as its highest index: a large one in a small file would exhaust
+            # memory.
             if operation.name.endswith("PUT") and isinstance(argument, int) and argument > number:
                 raise ValueError("its table has gaps")
             if number >= _MAX_OPERATIONS:
@@ -207,10 +209,10 @@ def decode_plain_values(data: bytes) -> object:
 
 
 def parse_flight_record(document: object, rank: int) -> FlightRecord:
-    """The record that a document holds; what is not understood of it is left out.
+    """Returns the record in a document, without the parts that are not understood.
 
     Raises:
-        ValueError: It is no flight record.
+        ValueError: It is not a flight record.
     """
     root = _ensure_mapping(document)
     listed = root.get("entries", ())
@@ -277,7 +279,7 @@ def _parse_entry(row: Mapping[object, object]) -> FlightEntry:
 
 
 def _get_group(row: Mapping[object, object]) -> tuple[str, str]:
-    """Name and description of the group of an entry; ("", "") where it has none."""
+    """Returns the name and description of the group of an entry; ("", "") if it has none."""
     pair = row.get("process_group")
     if not isinstance(pair, list | tuple) or len(pair) != 2:
         return "", ""
@@ -289,18 +291,18 @@ def _ensure_mapping(value: object) -> Mapping[object, object]:
 
 
 def _parse_integer(value: object) -> int:
-    """A number, also where it is written as a text; 0 for anything else."""
+    """Returns a number, which may be written as text; 0 for anything else."""
     if isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
         return int(value)
     return value if isinstance(value, int) and abs(value) < 1 << 63 else 0
 
 
 def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
-    """Which rank the others wait for.
+    """Finds the ranks that the others wait for.
 
-    In the oldest collective that some rank has queued and that is not done, it is who has not
-    queued it. Who has not, but waits in another group itself, is not to blame; where all who are
-    missing wait, they wait for each other.
+    In the oldest unfinished collective that some rank has queued, these are the ranks that have not
+    queued it. A rank that has not queued it but waits in another group itself is not to blame; if
+    all missing ranks wait, they wait for each other.
     """
     records_by_rank = {record.rank: record for record in records}
     waits: dict[int, FlightEntry] = {}
@@ -317,8 +319,8 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
         waiting = {
             rank: entry for rank, entry in pending.items() if entry.sequence == first.sequence
         }
-        # Of those with a record: as the group says; else all of the one of all ranks, or who has
-        # used it.
+        # Members among the ranks with a record: all for the default group, else those that the
+        # group lists or that have used it.
         using = {rank for rank, record in records_by_rank.items() if group in record.groups}
         listed = {rank for user in using for rank in records_by_rank[user].groups[group].members}
         is_of_all = any(records_by_rank[rank].groups[group].title == "default_pg" for rank in using)
@@ -345,7 +347,7 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
     names = {rank: entry.operation for rank, entry in waits.items()}
     stalls.sort(
         key=lambda stall: (stall.first.created_ns, stall.group)
-    )  # whichever record comes first
+    )  # independent of the order of records
     for stall in stalls:
         late_ranks = sorted(rank for rank in stall.missing if rank not in waits)
         if late_ranks:
@@ -369,8 +371,7 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
         messages = []
         for rank, entry in sorted(waits.items()):
             assert entry.partner is not None
-            # The rank that it is from or for, of all ranks where the group says who its members
-            # are.
+            # The peer's global rank if the group lists its members.
             groups, other = records_by_rank[rank].groups, entry.partner[2]
             group_members = groups[entry.group].members if entry.group in groups else ()
             other = group_members[other] if other < len(group_members) else other
@@ -401,8 +402,8 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
 
 
 class _BlockedCollective(NamedTuple):
-    """A collective that does not end: who is in it, and who of its members on this host has not
-    queued it (-> last).
+    """An unfinished collective: the ranks in it, and its members on this host that have not queued
+    it (-> last one queued).
     """
 
     group: str
@@ -414,15 +415,15 @@ class _BlockedCollective(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the collective is called in sentences."""
+        """The name of the collective in sentences."""
         return f"`{self.first.operation}` number {self.first.sequence} of {self.title}"
 
 
 def _find_inner_fault(
     stall: _BlockedCollective, records_by_rank: Mapping[int, FlightRecord], waits: dict[int, str]
 ) -> FlightVerdict | None:
-    """Where all are in it: who does another operation under the same number, or whose device has
-    not begun it.
+    """If all members are in it: finds ranks with another operation under the same number, or whose
+    device has not started it.
     """
     entries = {
         rank: records_by_rank[rank].at(stall.group, stall.first.sequence) for rank in stall.members
@@ -474,7 +475,7 @@ def _format_ranks(ranks: Iterable[int]) -> str:
 
 
 def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
-    """The task of a worker: the verdict of files, rank (as a text) -> path; as `FlightFindings`."""
+    """Worker task: returns the verdict of files, rank (as text) -> path; see `FlightFindings`."""
     records, errors = [], {}
     for rank, path in files.items():
         try:
@@ -492,14 +493,14 @@ def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
 
 _SERVER_TIMEOUT_S = 10.0
 _DUMP_TIMEOUT_S = (
-    20.0  # it looks at its pipe once a second, and may wait for the interpreter to tell stacks
+    20.0  # it polls its pipe once a second, and may wait for the GIL to collect stacks
 )
 _MAX_DESCRIPTORS = 65_536
 _DEFAULT_STEMS = ("/tmp/nccl_trace_rank_", "{home}/.cache/torch/comm_lib_trace_rank_")  # noqa: S108  (torch's own, old and new)
 
 
 class FlightDump(NamedTuple):
-    """A record as it came, plain values alone: a pickle, or JSON; and how it was had."""
+    """A raw record with plain values only, pickle or JSON, and its source."""
 
     data: bytes
     kind: Literal["pickle", "json"]
@@ -507,19 +508,19 @@ class FlightDump(NamedTuple):
 
 
 class NoFlightDumpError(Exception):
-    """There is no record to be had; the message says why."""
+    """No record is available; the message says why."""
 
 
 def fetch_flight_record(process: Process, since_ns: int, proc: str = "/proc") -> FlightDump:
-    """The record of a rank; blocks for up to half a minute, so it is called in a thread.
+    """Returns the record of a rank; blocks for up to half a minute, so it is called in a thread.
 
     Args:
         process: A rank.
-        since_ns: Files that are older tell of another time.
-        proc: Where the kernel's `/proc` is.
+        since_ns: Older files are ignored.
+        proc: Mount point of `/proc`.
 
     Raises:
-        NoFlightDumpError: None could be had.
+        NoFlightDumpError: None is available.
     """
     rank = process.owner.rank
     if rank is None:
@@ -528,7 +529,7 @@ def fetch_flight_record(process: Process, since_ns: int, proc: str = "/proc") ->
     for way in (_fetch_from_server, _fetch_from_pipe, _fetch_from_file):
         try:
             data, method = way(process, rank, since_ns, proc)
-            decode_plain_values(data)  # what names or calls anything is not passed on either
+            decode_plain_values(data)  # refuse records with imports or calls before passing them on
         except (NoFlightDumpError, ValueError, OSError, http.client.HTTPException) as error:  # noqa: PERF203  (three)
             reasons.append(str(error))
         else:
@@ -556,7 +557,7 @@ def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) ->
         if answer.status != http.HTTPStatus.OK:
             raise NoFlightDumpError(f"its control server answers {answer.status}")
         data = bytearray()
-        while chunk := answer.read1(1 << 16):  # one that drips never ends
+        while chunk := answer.read1(1 << 16):  # bounded reads, as a malicious peer may never end
             data += chunk
             if len(data) > MAX_BYTES or time.monotonic() > end:
                 raise NoFlightDumpError("its control server does not come to an end")
@@ -572,8 +573,7 @@ def _fetch_from_pipe(process: Process, rank: int, since_ns: int, proc: str) -> t
     with os.scandir(descriptors) as entries:
         names = [entry.name for entry, _ in zip(entries, range(_MAX_DESCRIPTORS), strict=False)]
     for name in names:
-        # What the process has open itself, whatever lies under the name by now and in whichever
-        # container it runs.
+        # The pipe that the process itself has open, independent of its path and container.
         with contextlib.suppress(FileNotFoundError):
             path = descriptors / name
             if str(path.readlink()) == f"{stem}{rank}.pipe" and stat.S_ISFIFO(path.stat().st_mode):
@@ -595,7 +595,7 @@ def _fetch_from_pipe(process: Process, rank: int, since_ns: int, proc: str) -> t
             changed = name not in before or status.st_mtime_ns != before[name].st_mtime_ns
             if changed and status.st_size and sizes.get(name) == status.st_size:
                 data = _read_dump(name, process)
-                with contextlib.suppress(ValueError):  # it is still written
+                with contextlib.suppress(ValueError):  # it is not complete yet
                     decode_plain_values(data)
                     return data, "asked by its pipe"
             sizes[name] = status.st_size if changed else -1
@@ -612,7 +612,7 @@ def _fetch_from_file(process: Process, rank: int, since_ns: int, proc: str) -> t
 def _iterate_dump_files(
     process: Process, rank: int, proc: str
 ) -> Iterator[tuple[str, os.stat_result]]:
-    """Files that a dump of the process may be in, as it sees the file system."""
+    """Yields files that may hold a dump of the process, in its view of the file system."""
     stems = [process.declared.get(name, "") for name in DUMP_FILES]
     with contextlib.suppress(KeyError):
         stems += [stem.format(home=pwd.getpwuid(process.uid).pw_dir) for stem in _DEFAULT_STEMS]
@@ -624,7 +624,7 @@ def _iterate_dump_files(
 
 
 def _read_dump(name: str, process: Process) -> bytes:
-    """A file of the process's user.
+    """Returns the content of a file of the process's user.
 
     Raises:
         NoFlightDumpError: It is something else, or too large.

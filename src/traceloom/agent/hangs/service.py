@@ -1,5 +1,5 @@
-"""Sees that a job hangs, keeps a bundle of it, notes when it goes on; what it knows survives a
-restart of the agent.
+"""Detects hangs, keeps a bundle of each and notes its end; the state survives a restart of the
+agent.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from traceloom.errors import TraceloomError, other_version
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
 _MAX_RECORDS = 200
-_MAX_JOBS = 1024  # whose hangs are counted
-_SAVE_INTERVAL_S = 10.0  # between two times that paces are written down
-_HISTORY_S = 300.0  # telemetry that a bundle has of the time before the last step
-_LOOKS, _BETWEEN_S = 4, 0.5  # to see whether a process works
-_BUSY_SHARE = 0.3  # of a processor
+_MAX_JOBS = 1024  # jobs whose hangs are counted
+_SAVE_INTERVAL_S = 10.0  # between writes of the paces
+_HISTORY_S = 300.0  # telemetry in a bundle before the last step
+_LOOKS, _BETWEEN_S = 4, 0.5  # samples that decide whether a process works
+_BUSY_SHARE = 0.3  # of a CPU
 _MAX_EXAMINED = 64
 
 State = Literal["hangs", "recovered", "ended", "unknown"]
 
 
 class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A hang, and what became of it.
+    """A hang and its outcome.
 
-    `ranks`: whom the others wait for. `directory`: the bundle, "" where there is none, and
-    `no_bundle` why. State `unknown`: the host was started again, or the agent did not run when it
-    ended. `over_ns`: when that was seen.
+    `ranks`: those that the others wait for. `directory`: the bundle, "" if there is none, and
+    `no_bundle` why. State `unknown`: the host was rebooted, or the agent did not run when it ended.
+    `over_ns`: when the end was detected.
     """
 
     id: str
@@ -75,7 +75,7 @@ class HangRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _StoredHangs(msgspec.Struct, kw_only=True):
-    """The file: of this start of the host, the paces of processes; and all hangs."""
+    """The state file: paces of processes, for the current boot; and all hangs."""
 
     format: str = "traceloom-hangs"
     version: int = VERSION
@@ -85,17 +85,17 @@ class _StoredHangs(msgspec.Struct, kw_only=True):
 
 
 class HangService:
-    """Lives in the agent's loop.
+    """Runs in the agent's loop.
 
     Args:
         config: The agent's.
-        board: What is known now.
-        history: What was.
-        steps: Of all processes.
-        places: Where bundles lie.
-        path: The file that survives a restart.
+        board: The latest values.
+        history: Past values.
+        steps: Steps of all processes.
+        places: Directories of bundles.
+        path: The state file.
         boot_id: Of the host.
-        note: Called with what is to stand in the audit log: what was done, and details.
+        note: Called with entries for the audit log: action and details.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class HangService:
         self.records: list[HangRecord] = []  # oldest first
         self.listeners: list[
             Callable[[HangRecord], None]
-        ] = []  # hear of a hang once it is sure, and when it is over
-        self.trouble = ""  # why what is known is not on disk
+        ] = []  # called when a hang is confirmed, and when it is over
+        self.trouble = ""  # why the state could not be written
         self._open: dict[JobKey, str] = {}  # job that hangs -> id
         self._counts: Counter[str] = Counter()
-        self._resumed: dict[str, StepPace] = {}  # of processes that are not seen yet
+        self._resumed: dict[str, StepPace] = {}  # of processes not seen yet since the restart
         self._tasks: set[asyncio.Task[None]] = set()
         self._saving: asyncio.Future[None] | None = None
         self._saved, self._written = 0.0, b""
 
     async def start(self) -> None:
-        """Read what the agent before this one knew."""
+        """Load the state of the previous agent."""
         try:
             stored = msgspec.json.decode(
                 await asyncio.to_thread(self.path.read_bytes), type=_StoredHangs
@@ -156,7 +156,7 @@ class HangService:
             self.records.append(msgspec.structs.replace(record, **changes))
 
     async def close(self) -> None:
-        """End what is under way; a bundle that is not whole stays as it is."""
+        """Cancel running tasks; an incomplete bundle stays as it is."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -165,7 +165,7 @@ class HangService:
             await asyncio.to_thread(self._write, self._document())
 
     def look(self) -> None:
-        """Look at all jobs; called about once a second."""
+        """Check all jobs; called about once a second."""
         if not self.config.hangs.watch or not self.board.processes:
             return
         for key in [key for key in self._resumed if key in self.board.processes]:
@@ -198,18 +198,20 @@ class HangService:
             )
 
     def hung_since_ns(self, process: str) -> int | None:
-        """Since when a process makes no steps, by its key, if it is part of a hang that is sure."""
+        """Returns since when a process, by its key, makes no steps, if it is part of a confirmed
+        hang.
+        """
         for hang in self.watch.hangs.values():
             if hang.key in self._open and any(member.key == process for member in hang.processes):
                 return hang.since_ns
         return None
 
     def readings(self) -> list[Reading]:
-        """Which jobs hang, and how many times each did."""
+        """Returns which jobs hang, and the number of hangs of each."""
         names = {key.job for key in (*self.watch.stepping, *self._open)}
         hung = {key.job for key in self._open}
         readings = [Reading("job_hung", (job,), float(job in hung)) for job in sorted(names)]
-        # Also where none was: of a counter that begins at 1, Prometheus does not see the first.
+        # Zeros as well: Prometheus misses the first increment of a counter that starts at 1.
         readings += (
             Reading("job_hangs_total", (job,), float(self._counts[job]))
             for job in sorted(names | {*self._counts})
@@ -217,14 +219,14 @@ class HangService:
         return readings
 
     async def _take(self, hang: Hang) -> None:
-        """Make sure of a hang, and keep it."""
+        """Confirm a hang, and keep it."""
         try:
             if not hang.busy and await self._works(hang):
                 LOG.info("job %s makes no steps, but works", hang.job)
                 self.watch.works(hang, time.monotonic() + self.config.hangs.least)
                 return
             if self.watch.hangs.get(hang.key) is not hang:
-                return  # it went on meanwhile
+                return  # it recovered meanwhile
             number = f"{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
             before = next(
                 (
@@ -298,10 +300,10 @@ class HangService:
         return self.records[index]
 
     async def _works(self, hang: Hang) -> bool:
-        """Whether a rank that does not wait works: it uses or wants a processor, and is at another
-        place each time.
+        """Whether a rank that does not wait works: it uses or wants a CPU, and its call chain
+        changes between samples.
 
-        A loop that spins in one function stays where it is, whichever of its lines it is at.
+        A loop that spins in one function counts as hanging, whichever of its lines it is at.
         """
         processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
         mains = find_rank_pids(processes)
@@ -333,7 +335,7 @@ class HangService:
         )
 
     async def _scene(self, hang: Hang, processes: Sequence[Process]) -> HangContext:
-        """What the board and the history have about the job."""
+        """Returns the data of the snapshot and the history about the job."""
         job_devices = {
             uuid for process in processes for uuid in (*process.devices, *process.owner.devices)
         }
@@ -363,7 +365,7 @@ class HangService:
                 for points in self.history.recent(name, since_ns, time.time_ns())
                 if is_relevant_series((name, points.labels), allowed)
             }
-            await asyncio.sleep(0)  # each looks through minutes; polls are answered between
+            await asyncio.sleep(0)  # each scans minutes of values; let polls be answered in between
         devices = self.board.devices
         return HangContext(
             host=self.config.host_name,
@@ -395,7 +397,7 @@ class HangService:
         )
 
     def _tidy(self, uid: int) -> None:
-        """Only the newest bundles of a user stay."""
+        """Delete all but the newest bundles of a user."""
         parent = self.places.hangs(uid)
         bundles = sorted(
             (path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()),
@@ -414,7 +416,7 @@ class HangService:
         return msgspec.json.encode(stored)
 
     def _write(self, document: bytes) -> None:
-        """Replace the file; blocks."""
+        """Replace the state file; blocks."""
         if document == self._written:
             return
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -437,11 +439,11 @@ class HangService:
 
 
 def _measure_processor_s(process: Process) -> float:
-    """Time for which the main thread of a process has used a processor or waited for one, seconds;
+    """Returns the seconds for which the main thread of a process has used a CPU or waited for one;
     0 if it ended.
 
-    On a host that is overloaded, what works waits for most of its time. Where the kernel does not
-    count that: the time that the process has used.
+    On an overloaded host a working process waits most of its time. If the kernel does not count
+    that: the CPU time of the process.
     """
     with contextlib.suppress(OSError, ValueError):
         used_ns, waited_ns, _ = read(f"/proc/{process.pid}/schedstat").split()

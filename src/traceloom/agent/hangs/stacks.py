@@ -1,4 +1,4 @@
-"""Stacks of all ranks, equal ones grouped."""
+"""Stacks of all ranks, with equal ones grouped."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from traceloom.agent.profilers.base import ProfilerError
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 
 MAX_DUMPED_PROCESSES = 256
-_MAX_CONCURRENT_DUMPS = 8  # py-spy waits for the disk first (symbols), computes later; ranks of a host are about as many
+# py-spy waits for the disk first (symbols) and computes later; about the number of ranks of a host.
+_MAX_CONCURRENT_DUMPS = 8
 _MAX_CONCURRENT_NATIVE_DUMPS = (
-    2  # each holds the symbols of torch: 105 MB of its build for processors, more of that for CUDA
+    2  # each holds the symbols of torch: 105 MB for its CPU build, more for CUDA
 )
 
 
 class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
-    """Stacks by pid, and why there are none."""
+    """Stacks by pid, and the reasons for missing ones."""
 
     dumps: dict[int, StackDump]
     reasons: dict[int, str]
 
 
 async def collect_stacks(processes: Sequence[Process], *, native: bool = False) -> StackDumps:
-    """Look at processes, some at once; one that cannot be looked at has a reason, and costs the
-    others nothing.
+    """Dump the stacks of processes, several at once; a failure gives a reason and does not affect
+    the others.
     """
     dumps: dict[int, StackDump] = {}
     reasons = {
@@ -55,7 +56,9 @@ async def collect_stacks(processes: Sequence[Process], *, native: bool = False) 
 
 
 Role = Literal["rank", "thread", "worker"]
-UNKNOWN_COLLECTIVE = "wait"  # of a collective that was begun earlier: the stack does not say which
+UNKNOWN_COLLECTIVE = (
+    "wait"  # for a collective that was started earlier: the stack does not show which
+)
 _ROLE_ORDER: tuple[Role, ...] = ("rank", "worker", "thread")
 _ADDRESS_PATTERN = re.compile(r"0x[0-9a-f]+$")
 _INSTALLED_CODE_PATTERN = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<frozen ")
@@ -96,7 +99,7 @@ class MissingStack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupedStacks(msgspec.Struct, frozen=True, kw_only=True):
-    """What all threads of a job did at one moment, where its ranks are in a sentence; groups
+    """Stacks of all threads of a job at one moment, and a sentence about its ranks; groups that are
     elsewhere come first.
     """
 
@@ -120,20 +123,20 @@ def group_stacks(
     waits: Mapping[int, str] | None = None,
     ended: Mapping[int, str] | None = None,
 ) -> GroupedStacks:
-    """Put equal stacks together, and find the ranks that are elsewhere.
+    """Group equal stacks, and find the ranks that are elsewhere.
 
-    Ranks that wait in a collective, or for a device, are where the others have to come; those that
-    do not are elsewhere. Where all wait, those in another collective than most are; where none
-    does, those at another place than most. What is even is not decided.
+    Ranks that wait in a collective, or for a device, wait for those that do not, which are
+    elsewhere. If all wait, those in another collective than the majority are elsewhere; if none
+    does, those at another location than the majority. A tie is not decided.
 
     Args:
         processes: Of one job, or any.
         dumps: Their stacks, by pid.
-        reasons: Why there are none, by pid.
-        steps: Steps that each process has finished, by pid, where that is known.
-        waits: The collective that a process is known to wait in from elsewhere, by pid; it counts for a rank whose own
-            stack shows no wait: `work.wait()` is C++, and Python's calls alone look as if the
-            program computed.
+        reasons: Why stacks are missing, by pid.
+        steps: Steps that each process has finished, by pid, if known.
+        waits: The collective that a process is known to wait in from another source, by pid; used
+            for a rank whose own stack shows no wait: `work.wait()` is C++, and Python's frames
+            alone look as if the program computed.
         ended: Ranks whose process has ended, and when, in words.
     """
     rank_pids = find_rank_pids(processes)
@@ -193,8 +196,8 @@ def group_stacks(
         if process.pid in reasons
     ]
     ended = ended or {}
-    # Ranks that are missing among those of this host: of the whole job, or between its lowest and
-    # its highest.
+    # Ranks missing on this host: of the whole job if it runs here, else between the lowest and the
+    # highest local rank.
     local_ranks = {process.owner.rank for process in processes if process.owner.rank is not None}
     world_sizes = {
         process.owner.world_size for process in processes if process.owner.world_size is not None
@@ -219,7 +222,8 @@ def group_stacks(
 
 
 def find_rank_pids(processes: Iterable[Process]) -> set[int]:
-    """Pids of the ranks: what a rank starts inherits its number, and loads its data.
+    """Returns the pids of the ranks, without their children, which inherit the number and load
+    data.
 
     Without ranks, all.
     """
@@ -235,7 +239,7 @@ def find_rank_pids(processes: Iterable[Process]) -> set[int]:
 
 
 def find_waiting_call(frames: Sequence[Frame]) -> str:
-    """The collective, or the wait for a device, that a stack is in; "" where it is in none."""
+    """Returns the collective, or the wait for a device, that a stack is in; "" if none."""
     for frame in frames:
         if _DISTRIBUTED_CODE_PATTERN.search(frame.file.replace("\\", "/")):
             return frame.function
@@ -270,7 +274,7 @@ def _find_diverging_groups(groups: Sequence[StackGroup]) -> list[StackGroup]:
 
 
 def _describe_location(frames: Sequence[Frame]) -> str:
-    """Where a stack is: the innermost call of the program's own code, else the innermost there is."""
+    """Returns the innermost frame of the program's own code, else the innermost frame, as text."""
     own_frames = [
         frame for frame in frames if frame.line and not _INSTALLED_CODE_PATTERN.search(frame.file)
     ]
@@ -289,8 +293,8 @@ def _describe_location(frames: Sequence[Frame]) -> str:
 def _summarize_groups(
     groups: Sequence[StackGroup], unseen: Sequence[MissingStack], steps: Mapping[int, int]
 ) -> str:
-    """Who is where: those elsewhere first, each with its place and step; who waits together, by
-    what they wait in.
+    """Returns the sentence: ranks elsewhere first, each with location and step; then those that
+    wait, by what they wait in.
     """
     parts: list[str] = []
     for is_elsewhere in (True, False):
@@ -332,7 +336,7 @@ def _summarize_groups(
 
 
 def format_ranges(values: Iterable[int]) -> str:
-    """Numbers with runs of three and more as ranges: `0-3, 5`."""
+    """Formats numbers with runs of three and more as ranges: `0-3, 5`."""
     runs: list[list[int]] = []
     for value in sorted(values):
         if runs and value == runs[-1][-1] + 1:

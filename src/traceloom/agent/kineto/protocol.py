@@ -1,9 +1,9 @@
-"""Libkineto's datagrams and configuration text.
+"""Encoding and decoding of libkineto's datagrams and configuration text.
 
-Protocol: dynolog's `ipcfabric`, as the libkineto of stock PyTorch speaks it.
+The protocol is dynolog's `ipcfabric`, as implemented by the libkineto of stock PyTorch.
 
 A line without exactly one `=` makes libkineto schedule half a configuration, which kills the
-process at its end. So every value is refused that holds anything beyond a small set of letters.
+process at its end. So every value with characters outside a small set is refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 
 from traceloom.errors import UsageError
 
-MAX_BYTES = 4096  # of a datagram of a client; the longest that there is has 100
+MAX_BYTES = 4096  # of a client's datagram; the longest known one has 100
 MAX_ANCESTORS = 64
-EVENTS, ACTIVITIES = 1, 2  # bits of a poll's mask: what its process would take now
+EVENTS, ACTIVITIES = 1, 2  # bits of a poll's mask: configurations that its process accepts now
 _METADATA = struct.Struct("=Q32s")
 _HELLO = struct.Struct("=iiq")
 _POLL = struct.Struct("=iiq")
@@ -25,11 +25,11 @@ _NUMBER = struct.Struct("=i")
 
 
 class MalformedDatagramError(ValueError):
-    """What came is no datagram of libkineto."""
+    """It is not a datagram of libkineto."""
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """A process announces itself; stock PyTorch never does."""
+    """A process registers; stock PyTorch never does."""
 
     device: int
     pid: int
@@ -37,10 +37,10 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Poll(msgspec.Struct, frozen=True):
-    """A process asks for a configuration.
+    """A process polls for a configuration.
 
-    `pids` are the process and its ancestors as its own pid namespace numbers them; `job` is its
-    SLURM_JOB_ID or 0.
+    `pids` are the process and its ancestors in its own pid namespace; `job` is its SLURM_JOB_ID or
+    0.
     """
 
     mask: int
@@ -49,15 +49,15 @@ class Poll(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> bool:
-        """Whether its profiler is at work: a request of ours, or the program's own."""
+        """Whether its profiler is active: for a request of ours, or for the program itself."""
         return not self.mask & ACTIVITIES
 
 
 def decode(datagram: bytes) -> Hello | Poll:
-    """Read what a client sent.
+    """Decode a client's datagram.
 
     Raises:
-        MalformedDatagramError: It is nothing that libkineto sends.
+        MalformedDatagramError: It is not a datagram of libkineto.
     """
     if len(datagram) < _METADATA.size:
         raise MalformedDatagramError("it is shorter than its metadata")
@@ -77,19 +77,19 @@ def decode(datagram: bytes) -> Hello | Poll:
 
 
 def encode_configuration_reply(text: str) -> bytes:
-    """The answer to a poll; "" where there is nothing to do."""
+    """Returns the reply to a poll; "" means that there is nothing to do."""
     payload = text.encode("ascii")
     return _METADATA.pack(len(payload), b"req") + payload
 
 
 def encode_instances_reply(number: int) -> bytes:
-    """The answer to a hello: how many processes have announced themselves."""
+    """Returns the reply to a hello: the number of registered processes."""
     return _METADATA.pack(_NUMBER.size, b"ctxt") + _NUMBER.pack(number)
 
 
 _PATH = re.compile(
     r"/[A-Za-z0-9._/@+-]{1,3000}"
-)  # none of `=`, `#`, white space, control characters
+)  # excludes `=`, `#`, white space and control characters
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -97,11 +97,11 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """One trace of one process. Either `duration_ms` or `steps`; `start_ms` (since the epoch) 0: at
     once.
 
-    `fallback_ms`: how long a trace by steps is where the process has not stepped yet: libkineto
-    makes it one by time. `start_step`: by the process's own count, of steps; one that has passed is
-    the next. `round_up`: steps begin at a multiple of it, so that ranks that hear of it at
-    different steps begin at the same one. Memory snapshots have no key: on a CPU they make
-    libkineto spin until the process ends.
+    `fallback_ms`: duration of a trace by steps if the process has not stepped yet: libkineto then
+    records by time. `start_step`: by the process's own count of steps; one that has passed means
+    the next. `round_up`: steps start at a multiple of it, so that ranks that get it at different
+    steps start at the same one. There is no key for memory snapshots: on a CPU they make libkineto
+    spin until the process ends.
     """
 
     path: str
@@ -120,7 +120,7 @@ class TraceConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     modules: bool = False
 
     def text(self) -> str:
-        """Lines of `KEY=VALUE`.
+        """Returns the lines of `KEY=VALUE`.
 
         Raises:
             UsageError: `unsafe-value`: a value could break it.

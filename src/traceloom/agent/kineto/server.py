@@ -1,8 +1,9 @@
-"""The sockets per user, and the registered profiler clients.
+"""The agent's sockets, one per user, and the registered profiler clients.
 
-Whoever can send to a client is obeyed by it. So the directory of a user is that user's alone (mode
-0700), and nothing is ever sent to a name outside of it. A path must be the same, letter by letter,
-on both sides: libkineto ends its process where the sender's name is another one than it expects.
+A client obeys everyone who can send to it. So the directory of a user is accessible to that user
+only (mode 0700), and nothing is ever sent to a name outside of it. A path must be identical, byte
+by byte, on both sides: libkineto ends its process if the sender's name differs from the expected
+one.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
 
 
 MAX_CLIENTS = 8192
-DEFAULT_INTERVAL_S = 5.0  # between polls, where the process has not been told otherwise
+DEFAULT_INTERVAL_S = 5.0  # between polls, unless the process is configured otherwise
 _MAX_ANCESTORS = 10
 _SILENCE_LIMIT_S = (
-    900.0  # a stopped process polls again when it goes on; it is forgotten when it has ended
+    900.0  # a stopped process polls again when it continues; a client is dropped when it has ended
 )
 
 
 class ProfilerClient(msgspec.Struct, kw_only=True):
-    """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as of
+    """A process that polls. Its identity is (boot, pid, start time); `key` is `PID@START` as for
     processes.
 
-    `pid`, `uid` and `ancestors` are what the kernel says, whatever the process says of itself.
+    `pid`, `uid` and `ancestors` come from the kernel, not from the process.
     """
 
     key: str
@@ -70,8 +71,8 @@ class ProfilerClient(msgspec.Struct, kw_only=True):
 class PendingConfiguration(msgspec.Struct, kw_only=True):
     """A configuration that waits for the next poll of an idle process.
 
-    `text` gives it when that comes, "" to wait for another poll; `delivered` is called once it has
-    been handed over.
+    `text` returns it at that time, or "" to wait for another poll; `delivered` is called after it
+    was sent.
     """
 
     text: Callable[[ProfilerClient], str]
@@ -79,26 +80,26 @@ class PendingConfiguration(msgspec.Struct, kw_only=True):
 
 
 class ProfilerRegistry:
-    """Answers polls from memory. Used from the loop's thread alone.
+    """Answers polls from memory. Used from the loop's thread only.
 
     Args:
-        proc: Where the kernel's `/proc` is.
+        proc: Mount point of `/proc`.
     """
 
     def __init__(self, proc: str = "/proc") -> None:
         self.proc = proc
         self.clients: dict[str, ProfilerClient] = {}
-        self.offers: dict[str, PendingConfiguration] = {}  # of clients, by key
+        self.offers: dict[str, PendingConfiguration] = {}  # by key of the client
         self.listeners: list[Callable[[ProfilerClient], None]] = []  # called after each poll
         self._keys: dict[int, str] = {}
 
     def poll(
         self, poll: Poll, pid: int, uid: int, gid: int, address: str | bytes = ""
     ) -> ProfilerClient | None:
-        """Note a poll of a process; None where it has ended meanwhile, or there are too many.
+        """Record a poll of a process; None if it has ended meanwhile, or there are too many.
 
-        Two processes never have the same `address`: where it is that of the last poll of this pid,
-        so is the process.
+        `address` is unique per process: if it equals that of the last poll of this pid, it is the
+        same process.
         """
         client = self.by_pid(pid)
         if client is None or not address or client.address != address:
@@ -112,14 +113,14 @@ class ProfilerRegistry:
             uid,
             gid,
             address,
-        )  # it may have given up its rights since
+        )  # it may have dropped privileges since
         client.busy = poll.busy
         client.polls += 1
         client.polled = now
         return client
 
     def _identified(self, pid: int, uid: int, gid: int) -> ProfilerClient | None:
-        """The client that a process is, a new one where it has not polled before."""
+        """Returns the client of a process, a new one if it has not polled before."""
         try:
             parent, ticks = read_parent_and_start(self.proc, pid)
         except (OSError, ValueError, IndexError):
@@ -131,7 +132,7 @@ class ProfilerRegistry:
                 self.forget()
                 if len(self.clients) >= MAX_CLIENTS:
                     return None
-            self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process of this pid
+            self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process with this pid
             client = self.clients[key] = ProfilerClient(
                 key=key,
                 pid=pid,
@@ -145,7 +146,7 @@ class ProfilerRegistry:
         return client
 
     def answer(self, client: ProfilerClient) -> tuple[bytes, Callable[[], None] | None]:
-        """The datagram that answers the poll of a client, and what to call once it is sent."""
+        """Returns the reply to a client's poll, and a callback for when it is sent."""
         offer = self.offers.get(client.key)
         text = "" if offer is None or client.busy else offer.text(client)
         if offer is None or not text:
@@ -153,16 +154,16 @@ class ProfilerRegistry:
         return encode_configuration_reply(text), lambda: self._delivered(client.key, offer)
 
     def answered(self, client: ProfilerClient) -> None:
-        """Let those hear of a poll who wait for it."""
+        """Notify the listeners of a poll."""
         for listener in list(self.listeners):
             listener(client)
 
     def by_pid(self, pid: int) -> ProfilerClient | None:
-        """The client that has this pid now."""
+        """Returns the client that has this pid now."""
         return self.clients.get(self._keys.get(pid, ""))
 
     def forget(self) -> None:
-        """Drop clients that have ended."""
+        """Remove clients that have ended."""
         now = time.monotonic()
         for key, client in list(self.clients.items()):
             if now - client.polled < DEFAULT_INTERVAL_S:
@@ -183,10 +184,10 @@ class ProfilerRegistry:
 
 
 def read_parent_and_start(proc: str, pid: int) -> tuple[int, int]:
-    """Parent and start time (in ticks since boot) of a process.
+    """Returns the parent and start time (in ticks since boot) of a process.
 
     Raises:
-        OSError: There is none.
+        OSError: There is no such process.
     """
     descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -197,7 +198,7 @@ def read_parent_and_start(proc: str, pid: int) -> tuple[int, int]:
 
 
 def iterate_ancestors(proc: str, parent: int) -> Iterator[int]:
-    """The parent of a process, its parent, and so on; without the first process of the host."""
+    """Yields the parent of a process, its parent, and so on, without pid 1."""
     for _ in range(_MAX_ANCESTORS):
         if parent <= 1:
             return
@@ -209,12 +210,12 @@ def iterate_ancestors(proc: str, parent: int) -> Iterator[int]:
 
 
 def is_same_process_alive(proc: str, pid: int, start_ticks: int) -> bool:
-    """Whether this very process still runs: pids are given again."""
+    """Whether the process still runs; a reused pid has another start time."""
     return bool(read_process_state(pid, start_ticks, proc))
 
 
 def read_process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
-    """The state of this very process, as R, S, D, T or t; "" where it has ended."""
+    """Returns the state of the process, as R, S, D, T or t; "" if it has ended."""
     try:
         fields = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()
         state, ticks = fields[0].decode("ascii"), int(fields[19])
@@ -225,25 +226,25 @@ def read_process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
 
 LOG = logging.getLogger("traceloom.agent")
 SOCKET_NAME = "dynolog"
-ABSTRACT_SOCKET = f"\0{SOCKET_NAME}\0".encode()  # the last NUL belongs to the name
+ABSTRACT_SOCKET = f"\0{SOCKET_NAME}\0".encode()  # the last NUL is part of the name
 SETTINGS_FILE = "libkineto.conf"
 _CLIENT_NAME = re.compile(r"dynoconfigclient[0-9a-f-]{1,64}")
 _MAX_CLIENT_CHARS = len("dynoconfigclient") + 36
 _MAX_PATH_BYTES = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
-_SNDBUFFORCE = 32  # of Linux: beyond what anybody may have, for who administers the network
+_SNDBUFFORCE = 32  # SO_SNDBUFFORCE of Linux: exceeds the system limit, with CAP_NET_ADMIN
 _UNREAD_BYTES = (
     8 << 20
-)  # of answers: whoever is stopped, or slow to read, takes some of it from all others
-_MAX_SWEPT = 4096  # names of a directory that are looked at
-_BATCH_WINDOW_S = 0.02  # what comes meanwhile is answered at one wake-up; a client waits for 90 ms
-_MANY = (
-    5  # at one wake-up: half of what the kernel keeps; where so many come, nothing waits for more
-)
+)  # shared by all replies: a client that is stopped or reads slowly occupies a part of it
+_MAX_SWEPT = 4096  # names checked per directory
+_BATCH_WINDOW_S = 0.02  # datagrams within it are answered at one wake-up; a client waits for 90 ms
+_MANY = 5  # per wake-up: half of the kernel's queue; if so many come, the batch window is skipped
 
 
 class UserSocket:
-    """Our socket in the directory of a user, or the abstract one. `directory` is None for that."""
+    """The agent's socket in a user's directory, or the abstract one. `directory` is None for
+    that.
+    """
 
     def __init__(self, listener: socket.socket, uid: int | None, directory: Path | None) -> None:
         self.listener, self.uid, self.directory = listener, uid, directory
@@ -252,10 +253,10 @@ class UserSocket:
             if directory is None
             else os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         )
-        self.pause: asyncio.TimerHandle | None = None  # until it is listened to again
+        self.pause: asyncio.TimerHandle | None = None  # until the socket is read again
 
     def close(self) -> None:
-        """Let go of it, and remove its name."""
+        """Close it, and remove its name."""
         if self.pause is not None:
             self.pause.cancel()
         self.listener.close()
@@ -266,16 +267,16 @@ class UserSocket:
 
 
 class KinetoSockets:
-    """Takes polls and answers them at once, in the agent's loop; a client that does not read loses
-    its answer.
+    """Receives polls and answers them at once, in the agent's loop; a client that does not read
+    loses its reply.
 
     Args:
-        root: The directory with those of the users.
-        registry: Knows the answers.
-        abstract: Also the abstract name, which clients without KINETO_IPC_SOCKET_DIR use: any user of the host can
-            then speak to their clients.
+        root: The directory of the users' directories.
+        registry: Knows the replies.
+        abstract: Also listen at the abstract name, which clients without KINETO_IPC_SOCKET_DIR use:
+            any user of the host can then control their clients.
         interval_s: Between polls of processes that `agent env` prepares.
-        bound: Called with each socket's path once it is there.
+        bound: Called with each socket's path once it exists.
     """
 
     def __init__(
@@ -293,20 +294,20 @@ class KinetoSockets:
             abstract,
             interval_s,
         )
-        self.malformed = 0  # datagrams that nobody's libkineto sends
-        self.strangers = 0  # datagrams and addresses that do not belong to the directory's user
-        self.dropped = 0  # answers that a client did not take
+        self.malformed = 0  # datagrams that are not libkineto's
+        self.strangers = 0  # datagrams and addresses of others than the directory's user
+        self.dropped = 0  # replies that a client did not read
         self.trouble = ""  # why there are no sockets
         self._bound = bound
-        self._sockets: dict[int | None, UserSocket] = {}  # by user; None is the abstract one
+        self._sockets: dict[int | None, UserSocket] = {}  # by user; None: the abstract one
         self._hellos = 0
         self._lock: int | None = None
 
     def start(self) -> None:
-        """Make the directory, and the sockets of the own user and of all whom an earlier agent
-        listened to.
+        """Create the directory, and the sockets of the agent's user and of all users of an earlier
+        agent.
 
-        What goes wrong stands in `trouble`: the agent goes on.
+        Errors are stored in `trouble`: the agent continues.
         """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -323,7 +324,7 @@ class KinetoSockets:
                     os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW,
                     0o600,
                 )
-                try:  # the kernel drops the lock of an agent that has ended
+                try:  # the kernel releases the lock of an agent that has ended
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
@@ -332,7 +333,7 @@ class KinetoSockets:
             if not self.trouble:
                 before = {
                     int(path.name) for path in self.root.iterdir() if path.name.isdigit()
-                }  # jobs poll there
+                }  # their jobs still poll there
                 for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
                     self.prepare(uid)
         except (OSError, OutputError) as error:
@@ -341,10 +342,10 @@ class KinetoSockets:
             LOG.warning("no traces on demand: %s", self.trouble)
 
     def prepare(self, uid: int) -> Path:
-        """The directory of a user, with a socket of ours in it; made where it is not yet.
+        """Returns the directory of a user with the agent's socket in it, created if necessary.
 
         Raises:
-            OutputError: `socket-unusable`: it cannot be made.
+            OutputError: `socket-unusable`: it cannot be created.
         """
         directory = self.root / str(uid)
         if uid in self._sockets:
@@ -367,8 +368,8 @@ class KinetoSockets:
         return directory
 
     def close(self) -> None:
-        """Listen no more, and leave no name behind: it would delay the end of every job that knows
-        it.
+        """Close the sockets and remove their names, which would delay the end of every job that
+        uses them.
         """
         for user_socket in self._sockets.values():
             asyncio.get_running_loop().remove_reader(user_socket.listener.fileno())
@@ -394,7 +395,7 @@ class KinetoSockets:
                         try:
                             if stat.S_ISSOCK(os.fstat(handle).st_mode):
                                 probe.connect(f"/proc/self/fd/{handle}")
-                        except ConnectionRefusedError:  # nobody has it open
+                        except ConnectionRefusedError:  # no process has it open
                             os.unlink(name, dir_fd=user_socket.handle)
                         finally:
                             os.close(handle)
@@ -423,8 +424,8 @@ class KinetoSockets:
             self._bound(directory / SOCKET_NAME)
 
     def _bind(self, listener: socket.socket, uid: int, directory: Path) -> None:
-        """While names are made in the directory it is ours: its user cannot put a link in their
-        place.
+        """Bind while the agent owns the directory, so that its user cannot put a link in place of a
+        name.
         """
         directory.mkdir(mode=0o700, exist_ok=True)
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -450,7 +451,9 @@ class KinetoSockets:
             os.close(handle)
 
     def _answer(self, user_socket: UserSocket) -> None:
-        """Answer what has come, then let some more come: to wake up costs as much as to answer."""
+        """Answer the queued datagrams, then pause to batch: a wake-up costs as much as an
+        answer.
+        """
         loop, listener = asyncio.get_running_loop(), user_socket.listener
         listening = user_socket.pause is None
         answered = 0
@@ -466,10 +469,10 @@ class KinetoSockets:
         )
 
     def _read(self, user_socket: UserSocket) -> bool:
-        """Answer one datagram; whether there was one."""
+        """Answer one datagram; returns whether there was one."""
         try:
-            # Room for the credentials alone: descriptors that a stranger sends along are closed by
-            # the kernel.
+            # Space for the credentials only: the kernel closes file descriptors that a peer
+            # attaches.
             datagram, ancillary, _, address = user_socket.listener.recvmsg(
                 MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size), socket.MSG_DONTWAIT
             )
@@ -479,9 +482,7 @@ class KinetoSockets:
             LOG.warning("a datagram could not be read: %s", error)
             return False
         try:
-            message = decode(
-                datagram
-            )  # of a longer one than any its beginning, which is none either
+            message = decode(datagram)  # a longer datagram is truncated, and then malformed
         except MalformedDatagramError:
             self.malformed += 1
             return True
@@ -495,7 +496,7 @@ class KinetoSockets:
             return True
         pid, uid, gid = _CREDENTIALS.unpack(credentials[0])
         if pid <= 0 or (user_socket.uid is not None and uid != user_socket.uid):
-            self.strangers += 1  # 0: from a pid namespace that is none of ours
+            self.strangers += 1  # pid 0: from a pid namespace that is not visible here
             return True
         if isinstance(message, Hello):
             self._hellos += 1
@@ -510,9 +511,10 @@ class KinetoSockets:
         return True
 
     def _send(self, user_socket: UserSocket, reply: bytes, address: str | bytes) -> bool:
-        """Answer from the socket that was asked, to one of the same kind; never wait.
+        """Send a reply from the socket that was polled, to an address of the same kind; never
+        blocks.
 
-        Whether it went.
+        Returns whether it was sent.
         """
         try:
             if user_socket.handle is None:
@@ -538,7 +540,7 @@ class KinetoSockets:
                 user_socket.listener.sendto(reply, socket.MSG_DONTWAIT, f"/proc/self/fd/{handle}")
             finally:
                 os.close(handle)
-        except OSError:  # its queue is full, or it has ended: it asks again
+        except OSError:  # its queue is full, or it has ended: it polls again
             self.dropped += 1
             return False
         return True

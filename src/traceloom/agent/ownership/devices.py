@@ -1,7 +1,7 @@
-"""What kubelets, schedulers and launchers call the devices of this host, and which of them a
-process was given.
+"""Maps names of devices used by kubelets, schedulers and launchers to uuids, and finds the devices
+assigned to a process.
 
-A name that may mean several devices means none here: unknown is absent.
+An ambiguous name maps to no device: unknown is absent.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.collectors.collector import read_if_there
 
 _INSTANCE = re.compile(r"gi=(?P<instance>\d+)(?: ci=(?P<compute>\d+))?")
-_REPLICA = re.compile(r"::\d+$|/vgpu\d+$")  # of a device that a plugin gives several times
+_REPLICA = re.compile(r"::\d+$|/vgpu\d+$")  # suffix of a device that a plugin shares
 _CDI = re.compile(r"(?P<kind>[^/=]+/[^/=]+)=(?P<name>.+)")
 _DRA = re.compile(r"gpu\.nvidia\.com/(?P<name>gpu-\d+)")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])")
-# These schedulers may or may not number the devices of a job anew; nothing of the process says
-# which.
+# These schedulers may or may not renumber the devices of a job, which the process does not show.
 _RENUMBERING_SCHEDULERS = ("LSB_JOBID", "PBS_JOBID", "FLUX_JOB_ID")
 _SLURM_VARIABLES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 
 
 class HostDevices:
-    """The devices of a host by what others call them.
+    """The devices of a host by their names in other systems.
 
     Args:
-        devices: All, partitions too.
-        proc: The host's /proc: NVIDIA's driver tells there which device is /dev/nvidia0.
-        sys: The host's /sys: KFD tells there in which order ROCm counts.
+        devices: All, including partitions.
+        proc: The host's /proc: NVIDIA's driver lists there which device is /dev/nvidia0.
+        sys: The host's /sys: KFD lists there ROCm's order of devices.
     """
 
     def __init__(self, devices: Iterable[Device], proc: Path, sys: Path) -> None:
@@ -46,14 +45,14 @@ class HostDevices:
         self._indices = _drop_ambiguous(
             (device.index, device.uuid)
             for device in self.by_uuid.values()
-            # Exporters number partitions otherwise than nvidia-smi does.
+            # Exporters number partitions differently from nvidia-smi.
             if device.vendor == self.vendor
             and (not device.parent or device.uuid.startswith("MIG-"))
         )
 
     def named(self, name: str) -> str:
-        """The uuid of what a device plugin, CDI, DRA or a scheduler calls a device; "" where that
-        is not certain.
+        """Returns the uuid for a name of a device plugin, CDI, DRA or a scheduler; "" if that is
+        not certain.
         """
         if cdi := _CDI.fullmatch(name):
             is_nvidia = cdi["kind"] == "nvidia.com/gpu"
@@ -64,18 +63,18 @@ class HostDevices:
         return self._names.get(_normalise_pci_address(name) or name, "")
 
     def numbered(self, index: str) -> str:
-        """The uuid of a device by the number that nvidia-smi (`0`; `0:1` a partition), else AMD's
-        driver gives it.
+        """Returns the uuid for a number of nvidia-smi (`0`; `0:1` a partition), else of AMD's
+        driver.
         """
         return self._indices.get(index, "")
 
     def beginning(self, prefix: str) -> str:
-        """The uuid of the only device whose uuid begins so."""
+        """Returns the uuid of the only device whose uuid starts with the prefix."""
         matches = [uuid for uuid in self.by_uuid if uuid.startswith(prefix)]
         return matches[0] if len(matches) == 1 else ""
 
     def parts(self, uuids: Iterable[str]) -> frozenset[str]:
-        """Devices with the partitions that they are divided into."""
+        """Returns the devices and their partitions."""
         device_uuids = set(uuids)
         return frozenset(
             device_uuids
@@ -83,7 +82,7 @@ class HostDevices:
         )
 
     def all(self) -> list[str]:
-        """Devices of the vendor that can be used: of a divided one its partitions."""
+        """Returns the vendor's usable devices: of a divided one its partitions."""
         parents = {device.parent for device in self.by_uuid.values()}
         return [
             u
@@ -92,11 +91,11 @@ class HostDevices:
         ]
 
     def in_order(self, *, pci_order: bool = False) -> list[str]:
-        """All devices as CUDA or ROCm counts them; [] where that is not certain.
+        """Returns all devices in the order of CUDA or ROCm; [] if that is not certain.
 
         Args:
-            pci_order: CUDA is asked to count in the order of PCI addresses; otherwise it counts the fastest first, which
-                is the same where all are of one model.
+            pci_order: CUDA is configured to use the order of PCI addresses; otherwise it lists the
+                fastest first, which is the same if all are of one model.
         """
         whole_devices = [device for device in self._whole if device.vendor == self.vendor]
         undivided = {device.uuid for device in whole_devices} == set(self.all())
@@ -111,17 +110,17 @@ class HostDevices:
             return []
         return [
             device.uuid for device in sorted(whole_devices, key=lambda device: int(device.index))
-        ]  # which is that of PCI
+        ]  # in the order of PCI addresses
 
     def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
         minors: dict[
             str, str
-        ] = {}  # PCI address -> number of the device file, as NVIDIA's driver tells
+        ] = {}  # PCI address -> number of the device file, from NVIDIA's driver
         for directory in (proc / "driver/nvidia/gpus").glob("*"):
             match = re.search(
                 rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE
             )
-            if match:  # else it was taken away just now
+            if match:  # else it was just removed
                 minors[_normalise_pci_address(directory.name)] = match[1].decode()
         for device in self.by_uuid.values():
             yield device.uuid, device.uuid
@@ -138,7 +137,7 @@ class HostDevices:
                     yield f"nvidia{minor}", device.uuid
                 if (
                     minor == device.index
-                ):  # DRA's driver numbered by index once, now by the device file
+                ):  # DRA's driver used to number by index, and now by the device file
                     yield f"gpu-{minor}", device.uuid
             elif instance:
                 numbers = f"{instance['instance']}", f"{instance['compute'] or 0}"
@@ -158,8 +157,8 @@ def _drop_ambiguous(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def _normalise_pci_address(text: str) -> str:
-    """A PCI address, which drivers write with four or eight digits of the domain, in one spelling;
-    "" of others.
+    """Returns a PCI address, which drivers write with four or eight digits of the domain, in one
+    format; "" if it is none.
     """
     match = _PCI.fullmatch(text.lower())
     return f"{int(match['domain'] or '0', 16):x}:{match['rest']}" if match else ""
@@ -172,14 +171,13 @@ def find_assigned_devices(
     root: Path | None = None,
     kubelet: frozenset[str] | None = None,
 ) -> tuple[tuple[str, ...], str] | None:
-    """The devices that a process was given, and what says so; None where nothing says it for
-    certain.
+    """Returns the devices assigned to a process, and the source; None if that is not certain.
 
     Args:
         environment: Its listed variables.
         devices: Those of its host.
-        root: The root directory that it sees, where it runs in a container.
-        kubelet: What the kubelet gave its container, where that is known.
+        root: Its root directory, if it runs in a container.
+        kubelet: Devices that the kubelet assigned to its container, if known.
     """
     if not devices.vendor:
         return None
@@ -194,13 +192,12 @@ def find_assigned_devices(
     if root is not None:
         orders = [[uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     elif in_slurm:
-        # Where Slurm hides the other devices by control groups, those of the step are counted from
-        # 0.
+        # If Slurm hides other devices by control groups, those of the step are numbered from 0.
         orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
     if (
         devices.vendor == "amd"
-    ):  # HIP counts within what ROCr leaves, and reads CUDA's variable where it has none
+    ):  # HIP numbers the devices that ROCr leaves, and falls back to CUDA's variable
         filters = [("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
     for names in filters:
         variable = next((name for name in names if name in environment), "")
@@ -223,7 +220,7 @@ def find_assigned_devices(
             and allowed is not None
             and len(text.split(",")) == len(allowed)
         ):
-            continue  # Slurm counts the devices of the step, and gave this task some: as many as it names
+            continue  # Slurm numbers the step's devices; this task has as many as the list names
         if len(matches) != 1:
             return None
         (result,) = matches
@@ -238,13 +235,13 @@ def find_assigned_devices(
 def _find_allowed_devices(
     environment: Mapping[str, str], devices: HostDevices, root: Path | None
 ) -> tuple[frozenset[str] | None, str]:
-    """What the runtime of the container, or Slurm, lets a process reach, as far as variables tell."""
+    """Returns the devices that the container runtime, or Slurm, lets a process access, as far as
+    variables show.
+    """
     if root is None:
         for variable in _SLURM_VARIABLES:
             entries = list(filter(None, map(str.strip, environment.get(variable, "").split(","))))
-            if (
-                entries
-            ):  # Slurm names devices by their files, in the order of which they need not be counted
+            if entries:  # Slurm names device files, whose order may differ from CUDA's
                 uuids = [
                     devices.named(f"nvidia{entry}") or devices.named(entry) for entry in entries
                 ]
@@ -255,7 +252,7 @@ def _find_allowed_devices(
     if entries == ["none"]:
         return frozenset(), variable
     if entries == ["all"]:
-        # Images bring this along, in whatever way they are started.
+        # Images may set this variable even if they are started without the NVIDIA runtime.
         reached = devices.vendor == "nvidia" and os.path.exists(root / "dev/nvidiactl")  # noqa: PTH110 (never raises)
         return (frozenset(devices.all()) if reached else None), variable
     uuids = [devices.numbered(entry) or devices.named(entry) for entry in entries]
@@ -265,11 +262,9 @@ def _find_allowed_devices(
 def _parse_visible_devices(
     text: str, order: Sequence[str], devices: HostDevices, *, strict: bool
 ) -> tuple[str, ...] | None:
-    """The devices of a list as CUDA and ROCm read it: up to the first entry that is none. None:
-    nobody knows.
+    """Parses a list of devices as CUDA and ROCm do: up to the first invalid entry. None: unknown.
 
-    `strict`: the order is one of several that may be meant, and is not where a number lies beyond
-    it.
+    `strict`: the order is one of several possible ones; a number beyond it rules it out.
     """
     listed: list[str] = []
     for part in text.split(","):
@@ -280,7 +275,7 @@ def _parse_visible_devices(
             uuid = order[int(entry)] if len(entry) < 5 and int(entry) < len(order) else ""
         elif entry.startswith("MIG-"):
             uuid = devices.named(entry)
-            if not uuid:  # partitions come and go, and some back ends do not know their uuids
+            if not uuid:  # partitions change, and some back ends do not know their uuids
                 return None
         elif entry.startswith("GPU-"):
             uuid = devices.beginning(entry)
@@ -288,9 +283,7 @@ def _parse_visible_devices(
             uuid = ""
         if not uuid:
             break
-        if (
-            uuid in listed
-        ):  # what CUDA makes of a list that names a device twice depends on its version
+        if uuid in listed:  # CUDA's handling of duplicates depends on its version
             return None
         listed.append(uuid)
     return tuple(listed)

@@ -1,13 +1,14 @@
-"""What environment variables and cgroup paths say of the owner.
+"""Ownership from environment variables and cgroup paths, and the variables that prepare jobs for
+tracing.
 
-Of an environment only the variables that are listed here are ever kept. The tables below are rules,
-in order: the first launcher whose variables are set gives the rank, the first scheduler the job.
-Launchers stand before what they run in (a process that torchrun started inside a Slurm step has its
-rank from torchrun), schedulers before what runs in them (its job is Slurm's). Rank, local rank and
-world size are always of one launcher.
+Only the variables listed here are ever kept of an environment. The tables below are ordered rules:
+the first launcher whose variables are set gives the rank, the first scheduler the job. Launchers
+come before those that they run in (a process that torchrun started inside a Slurm step has its rank
+from torchrun), schedulers before those that run in them (its job is Slurm's). Rank, local rank and
+world size always come from the same launcher.
 
-Forms: Slurm's cgroup/v1 and v2 plugins; the kubelet with cgroupfs and systemd drivers; containerd, CRI-O, Docker and
-Podman.
+Cgroup paths: Slurm's cgroup/v1 and v2 plugins; the kubelet with cgroupfs and systemd drivers;
+containerd, CRI-O, Docker and Podman.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ LABEL_PREFIX = "TRACELOOM_LABEL_"
 PREFIXES = (LABEL_PREFIX,)
 
 Claims = dict[str, tuple[Any, str]]
-"""Field of `Owner`, or `labels.NAME` -> its value, and where that was read."""
+"""Field of `Owner`, or `labels.NAME` -> its value, and its source."""
 
 
 class Launcher(NamedTuple):
-    """Which variables a launcher gives each of its processes.
+    """The variables that a launcher sets in each of its processes.
 
-    Without `mark` they are not those of a process of it.
+    They count only if `mark` is set.
     """
 
     name: str
@@ -43,8 +44,8 @@ class Launcher(NamedTuple):
     mark: str
 
 
-# A batch script of Slurm has SLURM_PROCID=0 as its tasks have, but no SLURM_STEP_ID. RANK alone may
-# mean anything.
+# A Slurm batch script has SLURM_PROCID=0 like its tasks, but no SLURM_STEP_ID. RANK alone is
+# ambiguous.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "LOCAL_RANK", "WORLD_SIZE", "WORLD_SIZE"),
     Launcher(
@@ -70,8 +71,8 @@ MPI_LAUNCHERS = LAUNCHERS[1:7]
 
 
 class BatchScheduler(NamedTuple):
-    """Which variables of a scheduler name the job, the first that is set, and what else they say of
-    it.
+    """Variables of a scheduler that name the job (the first that is set counts), and its other
+    information.
     """
 
     name: str
@@ -79,7 +80,8 @@ class BatchScheduler(NamedTuple):
     fields: tuple[tuple[str, str], ...] = ()
 
 
-# The parts of a heterogeneous job of Slurm have ids of their own; the first one's is that of all.
+# The components of a heterogeneous Slurm job have ids of their own; the first one's is used for
+# all.
 SCHEDULERS = (
     BatchScheduler(
         "slurm",
@@ -120,7 +122,7 @@ SCHEDULERS = (
     BatchScheduler("ray", ("RAY_JOB_ID",), (("labels.ray_cluster", "RAY_CLUSTER_NAME"),)),
 )
 
-# Of the downward API of Kubernetes everybody names the variables; these names are usual.
+# Usual names of variables set by Kubernetes' downward API, which are up to the user.
 _POD_VARIABLES = {
     "pod": ("POD_NAME", "K8S_POD_NAME", "MY_POD_NAME"),
     "namespace": ("POD_NAMESPACE", "K8S_POD_NAMESPACE", "MY_POD_NAMESPACE"),
@@ -128,8 +130,7 @@ _POD_VARIABLES = {
 }
 _POD_UID_VARIABLES = ("POD_UID", "K8S_POD_UID", "MY_POD_UID")
 _IN_KUBERNETES = "KUBERNETES_SERVICE_HOST"
-# The first worker of a PyTorchJob (Kubeflow), and of a JobSet, which is its own domain, as all
-# workers are told.
+# Address of the first worker of a PyTorchJob (Kubeflow) or JobSet, which all workers get.
 _FIRST_WORKER = re.compile(
     r"(?P<job>[a-z0-9.-]+)-master-0|(?P<set>[a-z0-9-]+?)-[a-z0-9-]+-0-0\.(?P=set)(?:\..*)?"
 )
@@ -151,16 +152,16 @@ DEVICE_VARIABLES = (
     "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
 )
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many ranks torchrun started on this host
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks that torchrun started on this host
 HOST_VARIABLE = "HOSTNAME"  # in a pod, the pod's name
-# By which PyTorch's profiler finds whoever asks it for traces. That the first is set counts,
-# whatever its value.
+# Variables by which PyTorch's profiler finds the agent. The first only needs to be set, to any
+# value.
 POLLS, POLLED_DIRECTORY = "KINETO_USE_DAEMON", "KINETO_IPC_SOCKET_DIR"
-# By which PyTorch tells what its flight recorder of collectives holds.
+# Variables that make PyTorch's flight recorder of collectives accessible.
 WORKER_SERVER, DUMP_PIPE = "TORCH_WORKER_SERVER_SOCKET", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 DUMP_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
-# What tells two launches of one job apart whose ranks have the same numbers.
+# Variables that distinguish two launches of one job with the same rank numbers.
 LAUNCH_VARIABLES = ("SLURM_STEP_ID", *_MAIN_ADDRESS, _MAIN_PORT, _TORCHELASTIC, _MPI_JOB)
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
@@ -190,9 +191,7 @@ LISTED_VARIABLES: frozenset[str] = frozenset(
         *DUMP_FILES,
     }
 )
-"""The variables that are kept, beside those that begin with one of `PREFIXES` and those of the
-configuration.
-"""
+"""The variables that are kept, in addition to those with one of `PREFIXES` and configured ones."""
 
 _TEXT_FIELDS = {
     "job",
@@ -209,7 +208,7 @@ _NUMBER_FIELDS = {"rank", "local_rank", "world_size"}
 
 
 def check_variables(variables: Mapping[str, str]) -> None:
-    """Whether `owners.variables` of the configuration names fields of an owner.
+    """Check that `owners.variables` of the configuration names fields of an owner.
 
     Raises:
         InputError: slug `wrong-config`.
@@ -227,11 +226,10 @@ def check_variables(variables: Mapping[str, str]) -> None:
 
 
 def find_rank_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """What makes a process a rank: the launcher and the values of its variables; () where nothing
-    does.
+    """Returns what makes a process a rank: the launcher and the values of its variables; () if it
+    is none.
 
-    Whatever a rank starts inherits these: processes that have the same are the rank and its
-    children.
+    Children inherit these: processes with equal values are the rank and its children.
     """
     for launcher in LAUNCHERS:
         rank, size = environment.get(launcher.rank, ""), environment.get(launcher.world_size, "")
@@ -250,13 +248,14 @@ def find_rank_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
 def extract_claims(
     environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = ""
 ) -> Claims:
-    """All that an environment says of the owner. What it claims of the user is weaker than what the
-    kernel says.
+    """Returns everything that an environment says about the owner. The user in it is weaker
+    evidence than the kernel's.
 
     Args:
         environment: The listed variables of a process.
-        variables: Those of the configuration, which outrank all others.
-        host: What a loopback address means, as it makes a job only together with the host; "": such a one makes none.
+        variables: Those of the configuration, which take precedence.
+        host: Host of a loopback address, which identifies a job only together with the host; "":
+            such an address is ignored.
     """
     stated: Claims = {}
 
@@ -284,7 +283,7 @@ def extract_claims(
         if scheduler.name == "lsf" and environment.get("LSB_JOBINDEX", "0") != "0":
             job += f"[{environment['LSB_JOBINDEX']}]"
         state("job", variable, f"{scheduler.name}-{job}")
-        if scheduler.name != "ray":  # which runs inside others
+        if scheduler.name != "ray":  # ray may run inside others
             state("scheduler", variable, scheduler.name)
         for field, name in scheduler.fields:
             state(field, name, environment.get(name, ""))
@@ -304,7 +303,7 @@ def extract_claims(
 
 
 def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> None:
-    """Jobs that no scheduler of batch jobs runs: of Kubernetes, torchrun, MPI."""
+    """Add jobs without a batch scheduler: of Kubernetes, torchrun, MPI."""
     in_kubernetes = _IN_KUBERNETES in environment
     address = next((environment[name] for name in _MAIN_ADDRESS if environment.get(name)), "")
     first = _FIRST_WORKER.fullmatch(address)
@@ -322,7 +321,7 @@ def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> No
         state("name", variable, name)
     run = environment.get(_TORCHELASTIC, "")
     port = environment.get(_MAIN_PORT, "")
-    if run not in ("", "none"):  # what torchrun says without --rdzv-id
+    if run not in ("", "none"):  # torchrun's default without --rdzv-id
         state("job", _TORCHELASTIC, f"torchelastic-{run}")
     elif (
         (location := host if address in _LOOPBACK else address)
@@ -343,7 +342,7 @@ def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> No
 
 
 def build_owner(stated: Claims) -> Owner:
-    """The owner that statements make."""
+    """Returns the owner that the claims describe."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for field, (value, _) in stated.items():
@@ -357,11 +356,11 @@ def build_owner(stated: Claims) -> Owner:
 
 
 def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
-    """Name -> value, for jobs of a user.
+    """Returns the variables for jobs of a user, name -> value.
 
-    PyTorch's profiler polls a daemon whose socket lies in the directory; where there is none, it
-    fails at once and costs nothing. The directory is the user's own: nobody else can reach what
-    listens there. The file in it says how often to poll.
+    PyTorch's profiler polls a daemon whose socket is in the directory; without a socket, it fails
+    at once and costs nothing. The directory is accessible to the user only, so no one else can
+    reach the listener. The file in it sets the polling interval.
     """
     directory = locations.kineto / str(uid)
     return {
@@ -373,11 +372,12 @@ def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
 
 
 def create_flight_variables() -> dict[str, str]:
-    """Name -> value, for jobs whose flight record of collectives can be asked for while they run.
+    """Returns the variables for jobs whose flight record of collectives can be read while they run,
+    name -> value.
 
-    NCCL's process group makes a pipe per rank, and ends the process where it cannot: therefore in
-    `/tmp`, which is there on every host that a launcher takes these variables to, under a name that
-    nobody can take before.
+    NCCL's process group creates a pipe per rank, and ends the process if it cannot: therefore in
+    `/tmp`, which exists on every host that a launcher propagates these variables to, with an
+    unpredictable name.
     """
     stem = f"/tmp/traceloom-{secrets.token_hex(8)}"  # noqa: S108  (a name that nobody knows)
     return {
@@ -388,9 +388,9 @@ def create_flight_variables() -> dict[str, str]:
 
 
 _SLURM_CGROUP = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
-# `pod1234-...` below kubepods, whose dashes systemd's driver spells as underscores. Seen from a
-# pod's own namespace of control groups, the path of another one goes up from there, and need not
-# come by kubepods.
+# `pod1234-...` below kubepods, whose dashes systemd's driver writes as underscores. Seen from a
+# pod's own cgroup namespace, the path of another pod starts with `..` and need not contain
+# kubepods.
 _POD_IN_CGROUP = re.compile(
     r"(?:kubepods[^/]*|^/\.\.)(?:/[^/]+)*?[/-]pod"
     r"(?P<pod>[0-9a-f]{8}(?:[-_][0-9a-f]{4}){3}[-_][0-9a-f]{12}|[0-9a-f]{32})"
@@ -401,7 +401,7 @@ _CONTAINER_CGROUP = re.compile(
 
 
 def parse_cgroup_paths(paths: Iterable[str]) -> dict[str, str]:
-    """`job`, `scheduler` and `container` as far as the paths of a process's control groups tell
+    """Returns `job`, `scheduler` and `container` as far as the cgroup paths of a process contain
     them.
     """
     facts: dict[str, str] = {}

@@ -1,11 +1,11 @@
 """Pods and containers from the kubelet's pod-resources API.
 
-A task of `traceloom.agent.worker`: gRPC takes 20 MB, which the agent does not keep for an answer
-now and then. Messages are described here, in a pool of their own, as far as they are read: nobody's
-generated modules are in the way.
+`list_containers` is a task of `traceloom.agent.worker`: gRPC takes 20 MB, which the agent does not
+keep for an occasional request. Messages are declared here, in a descriptor pool of their own, as
+far as they are read, so that they do not conflict with generated modules.
 
-The kubelet tells names and devices, the control group the pod's uid and the container's id, and
-nothing tells both: they are joined by devices.
+The kubelet reports names and devices, the control group has the pod's uid and the container's id,
+and no source has both: they are joined by devices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from traceloom.agent.metrics import Reading
 from traceloom.errors import TraceloomError
 
 KUBELET_TIMEOUT_S = 5.0
-MAX_BYTES = 16 << 20  # as kubelets themselves allow
+MAX_BYTES = 16 << 20  # the kubelet's own limit
 MAX_CONTAINERS = 4096
-MAX_DEVICES = 1024  # of a container
+MAX_DEVICES = 1024  # per container
 MAX_CHARS = 256
 
-# Message -> its fields: (name, number, message it holds or "" for text, whether it is repeated).
+# Message -> its fields: (name, number, nested message or "" for text, whether it is repeated).
 _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
     "ListPodResourcesResponse": (("pod_resources", 1, "PodResources", True),),
     "PodResources": (
@@ -54,22 +54,21 @@ _MESSAGES: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
 
 
 def list_containers(socket: str) -> list[dict[str, Any]]:
-    """The containers that hold devices: `namespace`, `pod`, `container`, and `devices`, as the
+    """Returns the containers with devices: `namespace`, `pod`, `container`, and `devices`, as the
     kubelet names them.
 
     Names are those of device plugins (`GPU-...`, `GPU-...::3` of a shared one, a PCI address), of
     CDI (`nvidia.com/gpu=...`), and of DRA (`driver/device`).
 
     Raises:
-        OSError: gRPC is not installed, or the kubelet did not answer, and why.
-        ValueError: It answered with something else.
+        OSError: gRPC is not installed, or the kubelet did not respond, and why.
+        ValueError: The response is something else.
     """
     try:
         import grpc
     except ImportError as error:
         raise OSError("gRPC is not installed: pip install 'traceloom[kubernetes]'") from error
-    # gRPC of Python would name the socket's path as the server's authority, which the kubelet's
-    # does not take.
+    # Python's gRPC would send the socket's path as the authority, which the kubelet's refuses.
     options = [
         ("grpc.max_receive_message_length", MAX_BYTES),
         ("grpc.default_authority", "localhost"),
@@ -85,10 +84,10 @@ def list_containers(socket: str) -> list[dict[str, Any]]:
 
 
 def decode_containers(answer: bytes) -> list[dict[str, Any]]:
-    """What `containers` gives, of the bytes of a ListPodResourcesResponse.
+    """Returns the containers of the bytes of a ListPodResourcesResponse, see `list_containers`.
 
     Raises:
-        ValueError: They are none.
+        ValueError: They are not such a response.
     """
     from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
@@ -138,13 +137,13 @@ def decode_containers(answer: bytes) -> list[dict[str, Any]]:
     return rows[:MAX_CONTAINERS]
 
 
-# The kubelet is asked when a container appears, and then at growing intervals: one that starts anew
-# answers in part or not at all.
+# The kubelet is queried when a container appears, and then at growing intervals: one that just
+# started responds incompletely or not at all.
 FIRST_S, LAST_S = 10.0, 300.0
 
 
 class PodContainer(msgspec.Struct, frozen=True):
-    """A container that holds devices, as the kubelet names them."""
+    """A container with devices, as the kubelet names them."""
 
     namespace: str
     pod: str
@@ -153,15 +152,15 @@ class PodContainer(msgspec.Struct, frozen=True):
 
 
 class ContainerLocation(msgspec.Struct, frozen=True):
-    """Where a process is: what its control group calls the pod and the container."""
+    """The pod and the container of a process, as its control group names them."""
 
     pod: str
     container: str
 
 
 class KubeletAnswer(msgspec.Struct, frozen=True):
-    """What the kubelet said when these containers were there already; of later ones it tells
-    nothing.
+    """The kubelet's response while these containers existed; it has no information about later
+    ones.
     """
 
     containers: tuple[PodContainer, ...] = ()
@@ -169,10 +168,10 @@ class KubeletAnswer(msgspec.Struct, frozen=True):
 
 
 class Kubelet:
-    """A collector without series: it asks the kubelet, in a process of its own, while there are
-    pods' processes.
+    """A collector without series: queries the kubelet in a worker process, while there are
+    processes in pods.
 
-    `places` is for whoever knows where processes are to set; `answer` is replaced whole.
+    `places`, the locations of processes, is set by the caller; `answer` is replaced as a whole.
     """
 
     name = "kubelet"
@@ -183,16 +182,16 @@ class Kubelet:
         self.places: frozenset[ContainerLocation] = frozenset()
         self.answer = KubeletAnswer()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
-        self._asked: frozenset[ContainerLocation] = frozenset()  # when it was asked last
-        self._error = ""  # why it did not answer then
+        self._asked: frozenset[ContainerLocation] = frozenset()  # locations at the last query
+        self._error = ""  # why that query failed
         self._next = 0.0  # on the monotonic clock
         self._wait_s = FIRST_S
 
     def collect(self) -> list[Reading]:
-        """Ask, where there is somebody to ask about and somebody to ask.
+        """Query the kubelet, if there are processes in pods and a query is due.
 
         Raises:
-            OSError: The kubelet did not answer when it was asked last, or not in time.
+            OSError: The kubelet did not respond to the last query, or not in time.
         """
         locations = self.places
         if not locations or self._socket is None or not self._socket.exists():
@@ -218,7 +217,7 @@ class Kubelet:
         return []
 
     def trouble(self) -> list[str]:
-        """Nothing beyond what `collect` raises."""
+        """Always empty: `collect` raises the errors."""
         return []
 
 
@@ -227,14 +226,13 @@ def match_containers(
     evidence: Mapping[ContainerLocation, frozenset[str]],
     hosts: Mapping[ContainerLocation, str],
 ) -> tuple[dict[str, tuple[str, str]], dict[ContainerLocation, str]]:
-    """Which pods and containers there are behind control groups; those that cannot be told apart
-    are left out.
+    """Returns the pods and containers of control groups, without those that are ambiguous.
 
     Args:
-        container_devices: Containers -> devices (uuids) that the kubelet gave them.
-        evidence: Places -> devices that their processes are on or were given.
-        hosts: Places -> the name of the host that their processes see, which is that of the pod: it tells apart those
-            that share a device.
+        container_devices: Containers -> devices (uuids) that the kubelet assigned to them.
+        evidence: Locations -> devices that their processes use or were assigned.
+        hosts: Locations -> the host name that their processes see, which is that of the pod: it
+            distinguishes pods that share a device.
 
     Returns:
         Control group's pod -> (namespace, pod), and location -> name of the container.
@@ -250,7 +248,7 @@ def match_containers(
         if matches:
             possible[location.pod] = possible.get(location.pod, matches) & (host_matches or matches)
     pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
-    bearers = Counter(pods.values())  # two pods of one name are not both it
+    bearers = Counter(pods.values())  # a name matched by two pods is ambiguous
     pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
     containers: dict[ContainerLocation, str] = {}
     for location, devices in evidence.items():

@@ -1,4 +1,4 @@
-"""Owner and process types, share of a device, masking of command lines."""
+"""Types of owners and processes, shares of devices, and masking of secrets in command lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from traceloom.agent.accelerators.backend import DeviceProcess
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose a process is. "" or None: not known. `sources`: field -> where it was read."""
+    """The owner of a process. "" or None: unknown. `sources`: field -> where it was read."""
 
-    job: str = (
-        ""  # the same on all its hosts: `slurm-4242`, `torchelastic-<run id>`, `pod-<uid>` ...
-    )
+    job: str = ""  # equal on all its hosts: `slurm-4242`, `torchelastic-<run id>`, `pod-<uid>` ...
     name: str = ""
     scheduler: str = ""  # slurm, kubernetes, torchrun, mpi, ray, lsf, pbs, flux, or ""
     rank: int | None = None
@@ -32,17 +30,17 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     container: str = ""
     framework: str = ""  # pytorch, jax, tensorflow or ""
     framework_version: str = ""
-    devices: tuple[str, ...] = ()  # uuids that it was given, whether it uses them or not
+    devices: tuple[str, ...] = ()  # uuids that it was assigned, used or not
     labels: dict[str, str] = {}
     sources: dict[str, str] = {}
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that matters: it uses a device, runs a framework, or belongs to a job.
+    """A relevant process: it uses a device, runs a framework, or belongs to a job.
 
     Its identity is (boot id of the host, pid, start time); `key` is `PID@START`, where START is in
-    clock ticks since boot. `command` has its secrets masked; `declared` holds the listed variables
-    of its environment alone.
+    clock ticks since boot. `command` has its secrets masked; `declared` holds only the listed
+    variables of its environment.
     """
 
     key: str
@@ -57,7 +55,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     owner: Owner = Owner()
     state: str = ""  # R, S, D, T, Z as in /proc
     unreadable: str = ""  # what could not be read of it, and why
-    devices: tuple[str, ...] = ()  # uuids that it is on
+    devices: tuple[str, ...] = ()  # uuids that it uses
     steps_per_second: float | None = None
 
 
@@ -78,8 +76,8 @@ _URL_PASSWORD = re.compile(
     re.IGNORECASE,
 )
 _BEARER = re.compile(r"(?P<before>\b(?:bearer|basic|token)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
-# Forms of tokens that say what they are: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google,
-# JSON web tokens.
+# Tokens with a recognizable format: Hugging Face, OpenAI, GitHub, GitLab, Slack, AWS, Google, JSON
+# web tokens.
 _KNOWN_TOKENS = re.compile(
     r"\b(?:hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{8,}|github_pat_\w{8,}|glpat-[\w-]{8,}|xox[abprs]-[\w-]{8,}"
     r"|(?:AKIA|ASIA)[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)"
@@ -87,11 +85,9 @@ _KNOWN_TOKENS = re.compile(
 
 
 def mask_secrets(command: Sequence[str]) -> str:
-    """The words of a command line in one line, with secrets masked; masking twice changes nothing
-    more.
-    """
+    """Returns the words of a command line in one line, with secrets masked; idempotent."""
     masked = []
-    follows = False  # the last word was an option whose value is a secret
+    follows = False  # the previous word was an option whose value is a secret
     for word in command:
         if follows and not (word.startswith("-") and _SECRET_OPTION.fullmatch(word)):
             masked.append(MASK)
@@ -105,13 +101,11 @@ def mask_secrets(command: Sequence[str]) -> str:
     return " ".join(masked)
 
 
-SHARE_PARTS = (
-    1 << 40
-)  # shares are whole numbers of these, so that their sum is 1 exactly, in any order
+SHARE_PARTS = 1 << 40  # shares are multiples of this, so that their sum is exactly 1, in any order
 
 
 class Share(NamedTuple):
-    """The part of a device that a process has: 0 to 1. `assumed`: it was not measured."""
+    """A process's share of a device: 0 to 1. `assumed`: it was not measured."""
 
     part: float
     assumed: bool
@@ -122,23 +116,24 @@ def compute_shares(
     keys: Mapping[int, str],
     busy: Mapping[str, float] | None = None,
 ) -> dict[tuple[str, str], Share]:
-    """The share of each process in each device that it is on; of each device they add up to exactly
-    1.
+    """Returns the share of each process in each device that it uses; those of a device add up to
+    exactly 1.
 
-    What processes were busy decides. Those of which that is not known share the rest of the device
-    equally, which is what the device was busy beyond the others, and this is assumed; nothing about
-    memory says who computed. Where nobody was busy, the device is held in equal parts.
+    Shares are proportional to the busy ratios of the processes. Processes without a known ratio
+    share the rest of the device's busy time equally, and their shares are assumed; memory says
+    nothing about who computes. If no process was busy, the device is split equally.
 
     Args:
-        processes: Who is on which device.
-        keys: Key of a process by its pid. A process that is not in it has the key `PID@`: its part is nobody else's.
-        busy: How busy each device was, 0 to 1, where that is known.
+        processes: The processes on each device.
+        keys: Key of a process by its pid. A process without one gets the key `PID@`, so that its
+            share belongs to no other.
+        busy: Busy ratio of each device, 0 to 1, if known.
 
     Returns:
         (uuid of the device, key of the process) -> its share.
     """
     used: dict[str, dict[str, list[float | None]]] = {}
-    for process in processes:  # one process may be listed several times, once per context
+    for process in processes:  # a process may be listed several times, once per context
         key = keys.get(process.pid) or f"{process.pid}@"
         used.setdefault(process.device, {}).setdefault(key, []).append(process.busy_ratio)
     divided: dict[tuple[str, str], Share] = {}
@@ -161,13 +156,14 @@ def compute_shares(
 
 
 def split_by_weights(total: int, weights: Sequence[float]) -> list[int]:
-    """A whole number, as of milliseconds, in whole parts by weights, which add up to it.
+    """Split an integer, such as milliseconds, into integers in proportion to weights, which add up
+    to it.
 
-    What rounding leaves goes to the largest remainders. Weights that are all 0 mean equal parts;
+    The rounding error goes to the largest remainders. If all weights are 0, parts are equal;
     without weights there are no parts.
 
     Raises:
-        ValueError: A weight that is negative or not finite.
+        ValueError: A weight is negative or not finite.
     """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
         raise ValueError(f"weights must be finite and not negative, got {list(weights)}")

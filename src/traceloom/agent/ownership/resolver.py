@@ -1,7 +1,8 @@
-"""Puts all evidence together: the owner of each process.
+"""Combines all evidence into the owner of each process; also framework versions and job mapping
+files.
 
-dcgm-exporter reads the same directory (`--hpc-job-mapping-dir`). A file is named by the number of a
-device (`0`), of a partition (`0:1`), or by a uuid.
+dcgm-exporter reads the same directory of job mappings (`--hpc-job-mapping-dir`). A file is named by
+the number of a device (`0`), of a partition (`0:1`), or by a uuid.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from traceloom.agent.collectors.processes import ProcessFacts
 
 
-MAX_NAMES = 20_000  # of a directory of packages that are looked at
-# Framework -> the package whose library is loaded, and the distributions that have it.
+MAX_NAMES = 20_000  # names read of a directory of packages
+# Framework -> the package whose library is loaded, and the distributions that contain it.
 _PACKAGES = {
     "pytorch": ("torch", "torch"),
     "jax": ("jaxlib", "jaxlib"),
@@ -45,10 +46,10 @@ _PACKAGES = {
 
 
 class FrameworkVersions:
-    """A collector without series: `versions` has those that are known, by process and library.
+    """A collector without series: `versions` has the known versions, by process and library.
 
-    Directories of users are listed as the process sees them, and may lie on a disk that hangs:
-    nobody waits for it. Of what is there only the name of a distribution is read.
+    Users' directories are listed as the process sees them, and may be on a disk that hangs, which
+    delays nothing else. Only the names of distributions are read.
     """
 
     name = "frameworks"
@@ -56,14 +57,12 @@ class FrameworkVersions:
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
-        self.wanted: Mapping[
-            str, ProcessFacts
-        ] = {}  # by key; for whoever knows the processes to set
-        self.versions: Mapping[tuple[str, str], str] = {}  # "" where it is not known
+        self.wanted: Mapping[str, ProcessFacts] = {}  # by key; set by the caller
+        self.versions: Mapping[tuple[str, str], str] = {}  # "": unknown
         self._proc = Path(config.collect.proc)
 
     def collect(self) -> list[Reading]:
-        """Look for the versions of processes that are new."""
+        """Find the versions of new processes."""
         versions = {}
         for process in self.wanted.values():
             for framework, library in process.frameworks.items():
@@ -77,11 +76,13 @@ class FrameworkVersions:
         return []
 
     def trouble(self) -> list[str]:
-        """Nothing: a version that is not known is absent."""
+        """Always empty: an unknown version is absent."""
         return []
 
     def _version(self, process: ProcessFacts, framework: str) -> str:
-        """As in `torch-2.13.0+cpu.dist-info`; "" where there is none or several."""
+        """Returns the version, as in `torch-2.13.0+cpu.dist-info`; "" if there is none or
+        several.
+        """
         package, distribution = _PACKAGES[framework]
         directory, separator, _ = process.frameworks[framework].rpartition(f"/{package}/")
         if not separator:
@@ -94,20 +95,18 @@ class FrameworkVersions:
                     for entry in islice(entries, MAX_NAMES)
                     if (match := pattern.fullmatch(entry.name))
                 ]
-        except OSError:  # it has ended, or its files are not ours to see
+        except OSError:  # it has ended, or access is denied
             return ""
         return matches[0] if len(matches) == 1 else ""
 
 
 MAX_FILES = 1024
-MAX_BYTES = 64 << 10  # of a file
-MAX_CHARS = 256  # of a job's name
+MAX_BYTES = 64 << 10  # per file
+MAX_CHARS = 256  # per job name
 
 
 class JobMapping:
-    """A collector without series: `jobs` has the jobs by the name of the file, and is replaced
-    whole.
-    """
+    """A collector without series: `jobs` has the jobs by file name, and is replaced as a whole."""
 
     name = "job-mapping"
 
@@ -133,7 +132,7 @@ class JobMapping:
                 path for path in self._directory.iterdir() if not path.name.startswith(".")
             )
         except OSError:
-            self.jobs = {}  # what was true is not known to be
+            self.jobs = {}  # the old mapping may be outdated
             raise
         if len(paths) > MAX_FILES:
             problems.append(
@@ -148,13 +147,13 @@ class JobMapping:
         return []
 
     def trouble(self) -> list[str]:
-        """Files that cannot be read."""
+        """Returns the files that cannot be read."""
         return list(self._troubles)
 
 
 def _read_jobs(path: Path) -> tuple[str, ...]:
-    """The jobs that a file lists, once each."""
-    # A pipe would keep us waiting.
+    """Returns the distinct jobs that a file lists."""
+    # Opening a pipe would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("is no file")
@@ -175,18 +174,18 @@ _JOB_FIELDS = (
     "scheduler",
     "account",
     "partition",
-)  # what all processes of a job have in common
+)  # fields that all processes of a job share
 _RANK_FIELDS = ("rank", "local_rank", "world_size")
 
 
 class OwnerResolver:
     """Finds owners. `owners` may wait for the name service: call it from a thread.
 
-    `kubelet`, `job_mapping` and `framework_versions` are collectors of their own: what they wait
-    for holds up nobody else.
+    `kubelet`, `job_mapping` and `framework_versions` are separate collectors, so that their waits
+    delay nothing else.
 
     Raises:
-        InputError: `wrong-config`: `owners.variables` names a field that an owner has not.
+        InputError: `wrong-config`: `owners.variables` names an unknown field of an owner.
     """
 
     def __init__(self, config: Config) -> None:
@@ -207,12 +206,12 @@ class OwnerResolver:
         devices: Sequence[Device] = (),
         used: Mapping[str, Collection[str]] | None = None,
     ) -> dict[str, Owner]:
-        """The owner of each process, by its key.
+        """Returns the owner of each process, by its key.
 
         Args:
-            processes: All that matter, by key.
+            processes: All relevant ones, by key.
             devices: The devices of this host, in order.
-            used: The devices (uuids) that each process is on, by key.
+            used: The devices (uuids) that each process uses, by key.
         """
         used = used or {}
         if self._listed != devices:
@@ -238,8 +237,8 @@ class OwnerResolver:
                 facts.environment, self._devices, root=root, kubelet=granted.get(key)
             ):
                 stated[key]["devices"] = match
-        # State the devices that mapping files list for a job, where nothing closer says what a
-        # process was given
+        # Use the devices that mapping files list for a job if no better evidence says what a
+        # process was assigned.
         jobs = self._mapped_jobs()
         for process_claims in stated.values():
             job = process_claims.get("job", ("", ""))[0]
@@ -250,14 +249,14 @@ class OwnerResolver:
         return {key: build_owner(stated[key]) for key in processes}
 
     def troubles(self) -> list[str]:
-        """What of this does not work here: sentences for the doctor."""
+        """Returns what does not work here: sentences for the doctor."""
         granted = {
             name for container in self.kubelet.answer.containers for name in container.devices
         }
         mapped = set(self.job_mapping.jobs)
         names = {
             name for name in granted if name.startswith(("GPU-", "MIG-"))
-        } | mapped  # others may be network cards
+        } | mapped  # other devices may be network cards
         unknown = sorted(
             name
             for name in names
@@ -270,8 +269,7 @@ class OwnerResolver:
 
     def _stated(self, facts: ProcessFacts, location: ContainerLocation | None) -> Claims:
         cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
-        # An address of loopback is everybody's: it is this host's or this container's. A pod tells
-        # better.
+        # A loopback address is ambiguous without the host or container. A pod is better evidence.
         host = "" if "job" in cgroup_fields else location.container if location else self._host
         stated = extract_claims(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
@@ -293,8 +291,8 @@ class OwnerResolver:
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Claims],
     ) -> dict[str, frozenset[str]]:
-        """State pods and containers as the kubelet names them; the devices that it gave, by
-        process.
+        """Add pods and containers as the kubelet names them; returns the devices that it assigned,
+        by process.
         """
         in_pods = {key: location for key, location in locations.items() if location.pod}
         answer = self.kubelet.answer
@@ -308,9 +306,7 @@ class OwnerResolver:
         evidence: dict[ContainerLocation, frozenset[str]] = {}
         hosts: dict[ContainerLocation, str] = {}
         for key, location in in_pods.items():
-            if (
-                location in answer.places
-            ):  # the kubelet gave devices of containers that ended to later ones
+            if location in answer.places:  # the kubelet reassigns devices of containers that ended
                 environment = processes[key].environment
                 visible_devices = map(
                     self._devices.named, environment.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
@@ -342,9 +338,7 @@ class OwnerResolver:
         used: Mapping[str, Collection[str]],
         stated: Mapping[str, Claims],
     ) -> None:
-        """State whose a process is by whose the devices are that it is on, where all of them say
-        the same.
-        """
+        """Add the owner of the devices that a process uses, if all of them agree."""
         jobs = self._mapped_jobs()
         scheduled = {
             job.partition("-")[2]: job
@@ -365,7 +359,7 @@ class OwnerResolver:
                 listed = [job for job, job_devices in jobs.items() if uuid in job_devices]
                 if len(listed) == 1:
                     claim["job"] = (scheduled.get(listed[0], listed[0]), "job mapping")
-                elif listed:  # one of them
+                elif listed:  # the job is one of them
                     claim.pop("job", None)
                 claims.append(claim)
             in_pod = key in locations and bool(locations[key].pod)
@@ -377,7 +371,9 @@ class OwnerResolver:
                     stated[key].setdefault(field, statement)
 
     def _mapped_jobs(self) -> dict[str, list[str]]:
-        """Job as the mapping files name it -> its devices; of a divided one the partitions."""
+        """Returns job as the mapping files name it -> its devices; of a divided one the
+        partitions.
+        """
         jobs: dict[str, list[str]] = {}
         usable = self._devices.all()
         for name, listed in self.job_mapping.jobs.items():
@@ -387,7 +383,7 @@ class OwnerResolver:
         return jobs
 
     def _user(self, uid: int) -> str:
-        """The name of a user, "" where it has none; looked up once."""
+        """Returns the cached name of a user, "" if there is none."""
         if uid not in self._names:
             try:
                 self._names[uid] = pwd.getpwuid(uid).pw_name
@@ -399,9 +395,7 @@ class OwnerResolver:
 def _iterate_ancestors(
     facts: ProcessFacts, processes_by_pid: Mapping[int, ProcessFacts]
 ) -> Iterator[ProcessFacts]:
-    """The ancestors of a process among those that matter, nearest first; a pid that was given again
-    ends them.
-    """
+    """Yields the relevant ancestors of a process, nearest first; stops at a reused pid."""
     passed = {facts.pid}
     ancestor = processes_by_pid.get(facts.parent_pid)
     while ancestor is not None and ancestor.pid not in passed:
@@ -411,8 +405,8 @@ def _iterate_ancestors(
 
 
 def _inherit_jobs(processes: Mapping[str, ProcessFacts], stated: Mapping[str, Claims]) -> None:
-    """Give a process of no job that of its nearest ancestor that has one: workers whose environment
-    was rewritten.
+    """Give a process without a job that of its nearest ancestor with one: for workers whose
+    environment was rewritten.
     """
     processes_by_pid = {facts.pid: facts for facts in processes.values()}
     for key, facts in processes.items():
@@ -437,12 +431,12 @@ def _deduplicate_ranks(
     used: Mapping[str, Collection[str]],
     locations: Mapping[str, ContainerLocation],
 ) -> None:
-    """Leave the rank to one of the processes that have its variables: the others wrap it, or it
-    started them.
+    """Leave the rank to one of the processes with the same variables: the others are its wrappers
+    or children.
 
-    It is the first that is on a device, else that has a framework, else that began. Where a rank of
-    one launcher starts those of another, as a task of Slurm does that is torchrun, the inner ones
-    are the ranks.
+    It is the first one on a device, else the first with a framework, else the first that started.
+    If a rank of one launcher starts ranks of another, as a Slurm task that is torchrun does, the
+    inner ones are the ranks.
     """
     processes_by_pid = {facts.pid: facts for facts in processes.values()}
     ranks = {key: facts for key, facts in processes.items() if "rank" in stated[key]}
@@ -469,7 +463,7 @@ def _deduplicate_ranks(
             if ancestor.key in ranks
         ]
         job: object = stated[key].get("job", ("", ""))[0]
-        if not job:  # two launches of nobody may look alike
+        if not job:  # launches without a job may have equal variables
             job = next(
                 (other.key for other in reversed(ranked_ancestors) if alike(other) == alike(facts)),
                 key,
