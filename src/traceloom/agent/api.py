@@ -1,4 +1,6 @@
-"""Request and answer Structs of the agent's HTTP API (the CLI decodes into them)."""
+"""Request and response Structs of the agent's HTTP API, which clients decode into, and the
+interface of the agent behind it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ class StatusAnswer(HttpResponseBody, frozen=True):
     collectors: list[CollectorAnswer]
     history: dict[str, float] = {}
     history_trouble: str = ""  # why nothing is on disk now
-    publishers: dict[str, str] = {}  # name -> "" or its last trouble
+    publishers: dict[str, str] = {}  # name -> "" or its last error
     you: Visibility = "host"
 
 
@@ -488,9 +490,9 @@ class QueryParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True)
 
 
 class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A question for the history.
+    """A query of the history.
 
-    `seen_as`: a series with the labels that the one who asks may see, None: nothing.
+    `seen_as`: maps a series to the labels that the caller may see, None: not visible.
     """
 
     metric: str
@@ -503,7 +505,7 @@ class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentInterface(Protocol):
-    """What the HTTP server asks the agent. All of it is called in the agent's loop."""
+    """The agent as the HTTP handlers use it. All methods are called in the agent's loop."""
 
     board: Snapshot
     config: Config
@@ -512,53 +514,54 @@ class AgentInterface(Protocol):
     triggers: TriggerEngine
 
     def status(self) -> StatusAnswer:
-        """How the agent fares."""
+        """Returns the state of the agent."""
 
     async def doctor(self) -> list[Check]:
-        """What works here."""
+        """Returns what works on this host and what does not."""
 
     async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
-        """What was.
+        """Returns the history of a metric.
 
         Raises:
-            RequestError: A label that the metric does not have.
+            HttpError: A label that the metric does not have.
         """
 
     async def pause(self, seconds: float) -> list[str]:
-        """Let go of hardware counters; the back ends that did."""
+        """Release hardware counters; returns the back ends that did."""
 
     async def learn(self, job: str, path: str, user: int) -> TracedFacts:
-        """Take from a trace of a job what only a trace tells.
+        """Read facts about a job from a trace of it.
 
         Raises:
-            RequestError: `user` cannot read it, or another one is being read.
+            HttpError: `user` cannot read it, or another one is being read.
         """
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
-        """What all threads of processes do now.
+        """Returns the current stacks of all threads of processes.
 
         Raises:
-            RequestError: `busy`: others are looked at.
+            HttpError: `busy`: other requests are in progress.
         """
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
-        """Steps that a process told, known by the credentials of its socket.
+        """Count steps that a process reports, identified by the credentials of its socket.
 
         Raises:
-            RequestError: There is no such process that matters, or it is another user's.
+            HttpError: It is not a relevant process, or it is another user's.
         """
 
     def environment(self, uid: int) -> dict[str, str]:
-        """The variables that prepare a job of a user, for whom a directory with a socket is made.
+        """Returns the variables that prepare a job of a user, after creating a directory with a
+        socket for that user.
 
         Raises:
-            RequestError: It cannot be made.
+            HttpError: It cannot be created.
         """
 
     def acts(
         self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
     ) -> None:
-        """Somebody asks for something that changes something: for the audit log."""
+        """Log a caller's request for a change in the audit log."""
 
     def asked(self, route: str, code: int) -> None:
         """Count a request."""

@@ -1,4 +1,6 @@
-"""Latest value of every series, devices, processes, jobs; filtered by what a caller may see."""
+"""The latest value of every series, with devices, processes and jobs; filtered by what a caller may
+see.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from traceloom.server.access import _OWNER_LABELS, Caller
 
 @dataclass(slots=True)
 class CollectorStatus:
-    """How a collector fares. Times in nanoseconds since the epoch; 0: never."""
+    """State of a collector. Times in nanoseconds since the epoch; 0: never."""
 
     name: str
     period_s: float
@@ -26,12 +28,12 @@ class CollectorStatus:
     seconds: float = 0.0
     runs: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    trouble: str = ""  # why the last run gave nothing; "" where it did
+    trouble: str = ""  # error of the last run; "" if it succeeded
 
 
 @dataclass(slots=True)
 class CollectorResult:
-    """What one collector delivered last: its series, all of them, and when."""
+    """The last delivery of one collector: all its series, and the time."""
 
     at_ns: int
     values: dict[SeriesKey, float]
@@ -39,10 +41,10 @@ class CollectorResult:
 
 
 class Snapshot:
-    """Readings by collector, devices, processes, jobs: replaced whole by whoever knows better.
+    """Readings by collector, devices, processes and jobs, each replaced as a whole.
 
-    What a collector no longer delivers is gone from the board at once; what it delivered before it
-    failed is taken off by `stale`. Used from the loop's thread alone.
+    Readings that a collector no longer delivers are gone at once; `stale` removes those of a
+    collector that failed. Used from the loop's thread only.
     """
 
     def __init__(self) -> None:
@@ -52,19 +54,20 @@ class Snapshot:
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
-        self.oom_kills: list[OomKill] = []  # likewise
+        self.oom_kills: list[OomKill] = []  # the last ones, oldest first
         self.processes: dict[str, Process] = {}
         self.listeners: list[
             Callable[[str, CollectorResult], None]
-        ] = []  # hear of every sheet as it is put
+        ] = []  # called with every delivery
 
     def put(
         self, collector: str, readings: Iterable[Reading | HistogramReading], at_ns: int
     ) -> None:
-        """Replace what a collector delivered before.
+        """Replace the readings of a collector.
 
         Raises:
-            ValueError: A reading of a metric that is not declared, or with other labels than declared.
+            ValueError: A reading of a metric that is not declared, or with other labels than
+                declared.
         """
         sheet = CollectorResult(at_ns, {}, {})
         for reading in readings:
@@ -83,36 +86,36 @@ class Snapshot:
             watcher(collector, sheet)
 
     def stale(self, collector: str) -> None:
-        """Take off what a collector delivered: it is no longer true."""
+        """Remove the readings of a collector, which are outdated."""
         self.results.pop(collector, None)
 
     def copy(self) -> Snapshot:
-        """The board as it is now, for another thread: sheets and what else it holds are replaced,
-        never changed.
+        """Returns the current state for another thread; shallow, as its parts are replaced, never
+        changed.
         """
         board = copy(self)
         board.results = dict(self.results)
         return board
 
     def series(self) -> int:
-        """How many series there are; a histogram is one."""
+        """The number of series; a histogram is one."""
         return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.results.values())
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Every series with its value and its time."""
+        """Yields every series with its value and its time."""
         for sheet in self.results.values():
             for series, value in sheet.values.items():
                 yield series, value, sheet.at_ns
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Every histogram with its time."""
+        """Yields every histogram with its time."""
         for sheet in self.results.values():
             for histogram in sheet.histograms.values():
                 yield histogram, sheet.at_ns
 
 
 class VisibleSnapshot:
-    """The board as a peer may see it: the same questions, fewer answers."""
+    """The part of the snapshot that a caller may see."""
 
     def __init__(self, board: Snapshot, peer: Caller) -> None:
         self.board, self.peer = board, peer
@@ -138,14 +141,14 @@ class VisibleSnapshot:
         )
 
     def shows(self, series: SeriesKey) -> bool:
-        """Whether the peer may see a series."""
+        """Whether the caller may see a series."""
         if self.peer.sees == "all":
             return True
         name, labels = series
         names = METRICS[name].labels
         for label, value in zip(names, labels, strict=True):
-            # The job of a process or cgroup only describes it: who has it, or all processes in the
-            # group, may see it.
+            # The job of a process or cgroup is only descriptive: the owner of the process, or of
+            # all processes in the group, may see it.
             if label not in _OWNER_LABELS or (
                 label == "job" and not {"process", "cgroup"}.isdisjoint(names)
             ):
@@ -158,8 +161,8 @@ class VisibleSnapshot:
         return True
 
     def seen_as(self, series: SeriesKey) -> SeriesKey | None:
-        """A series with the labels that the peer may see: command lines of others have none; None:
-        not at all.
+        """Returns a series with the labels that the caller may see, without command lines of
+        others; None: not visible.
         """
         if not self.shows(series):
             return None
@@ -175,13 +178,13 @@ class VisibleSnapshot:
         return name, labels
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Every series that the peer may see, with its value and its time."""
+        """Yields every visible series with its value and its time."""
         for series, value, at_ns in self.board.values():
             if (visible_series := self.seen_as(series)) is not None:
                 yield visible_series, value, at_ns
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Every histogram that the peer may see, with its time."""
+        """Yields every visible histogram with its time."""
         for histogram, at_ns in self.board.histograms():
             if self.shows((histogram.metric, histogram.labels)):
                 yield histogram, at_ns

@@ -1,7 +1,7 @@
 """Step counts and pace per process, as reported or probed.
 
-What marks a step: `profiler.step()` while the program calls it, else the step of the optimizer that
-was seen first.
+A step is marked by `profiler.step()` if the program calls it, else by the step of the first
+optimizer seen.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from traceloom.agent.probes.steps import LOADER, PROFILER_STEP, StepMark, StepPr
 _BOUNDS = METRICS["step_seconds"].bounds
 _RATE_WINDOW_S = 60.0
 _RETENTION_S = 600.0  # after the last report of a (job, rank)
-_MAX_PACE_SAMPLES = 64  # times that steps were heard of
+_MAX_PACE_SAMPLES = 64  # observations of steps kept per process
 
 
 @dataclass(slots=True)
 class _RankCounter:
-    """Of one rank of a job, since the agent began.
+    """Counts of one rank of a job, since the agent started.
 
-    `buckets` are not cumulated; the last is above every bound.
+    `buckets` are not cumulative; the last is above every bound.
     """
 
     buckets: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
     seconds: float = 0.0
     waited: float | None = None
-    reported: float = 0.0  # on the monotonic clock
+    reported: float = 0.0  # monotonic clock
 
 
 class StepsTaken(NamedTuple):
-    """Steps of a process since the last look.
+    """Steps of a process since the previous observation.
 
-    `buckets`: how many took at most each bound of `step_seconds`, not cumulated, the last beyond;
-    shape (bounds + 1,). `seconds`: how long they took together; `waited`: of that for data,
-    seconds, None where it is not known. `total`: all steps of the process since it began, None
-    where some were perhaps not seen.
+    `buckets`: how many took at most each bound of `step_seconds`, not cumulative, the last beyond;
+    shape (bounds + 1,). `seconds`: their total duration; `waited`: of that for data, seconds, None
+    if unknown. `total`: all steps of the process since it started, None if some may have been
+    missed.
     """
 
     process: str
@@ -63,10 +63,10 @@ class StepsTaken(NamedTuple):
 
 
 class StepPace(NamedTuple):
-    """How a process steps. `last`, `lived`: when a step, and a step or a batch, was last heard of,
-    monotonic seconds.
+    """The pace of a process. `last`, `lived`: when a step, and a step or a batch, was last
+    observed, monotonic seconds.
 
-    `median_s`: of the time of its steps; `every_s`: of the time between two news of steps; both
+    `median_s`: median duration of its steps; `every_s`: median time between two observations; both
     seconds.
     """
 
@@ -79,8 +79,8 @@ class StepPace(NamedTuple):
 
 @dataclass(slots=True)
 class _PaceTracker:
-    """Of one process: its last times of steps, as means of what was heard of at once, and the times
-    between.
+    """The last step durations of one process, as means per observation, and the times between
+    observations.
     """
 
     steps: int = 0
@@ -91,9 +91,7 @@ class _PaceTracker:
 
 
 class RecentSteps(NamedTuple):
-    """Steps of a process in the last minute: how many, how long they took, and waited for data;
-    None: not known.
-    """
+    """Steps of a process in the last minute: number, duration, and wait for data; None: unknown."""
 
     number: int
     seconds: float
@@ -101,20 +99,17 @@ class RecentSteps(NamedTuple):
 
 
 class StepCounter:
-    """Counts steps by job and rank, and their rate and pace by process."""
+    """Counts steps by job and rank, and tracks rate and pace by process."""
 
     def __init__(self) -> None:
-        # Hear of the steps of a process as they come: (seconds, how many took so long each on
-        # average).
+        # Called with the new steps of a process: (mean seconds, number of steps).
         self.listeners: list[Callable[[str, Sequence[tuple[float, int]]], None]] = []
         self._counters: dict[tuple[str, str], _RankCounter] = {}
         self._rates: dict[str, deque[tuple[float, RecentSteps]]] = {}
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
-        self._reporting: set[str] = set()  # processes that report themselves
+        self._reporting: set[str] = set()  # processes that report steps themselves
         self._paces: dict[str, _PaceTracker] = {}
-        self._totals: dict[
-            str, int
-        ] = {}  # process -> its steps since it began, where all are known
+        self._totals: dict[str, int] = {}  # process -> its steps since it started, if all are known
 
     def report(  # noqa: PLR0917  (of one report)
         self,
@@ -125,10 +120,10 @@ class StepCounter:
         loader_wait_seconds: float | None = None,
         total: int | None = None,
     ) -> None:
-        """Take steps that ended since the last report; durations that are no time (NaN, negative)
-        are left out.
+        """Add steps that ended since the last report; invalid durations (NaN, negative) are
+        dropped.
 
-        `total`: all steps since the process began, these among them, where it says so.
+        `total`: all steps since the process started, including these, if it reports that.
         """
         self._reporting.add(process)
         if total is not None:
@@ -148,8 +143,8 @@ class StepCounter:
             listener(process, [(duration, 1) for duration in durations])
 
     def count(self, observed: StepsTaken, job: str, rank: int | None) -> None:
-        """Take steps that were seen from outside; of a process that reports itself they only show
-        that it lives.
+        """Add steps observed from outside; for a process that reports its own steps they only show
+        that it is alive.
         """
         if observed.process in self._reporting:
             if observed.process in self._paces:
@@ -188,7 +183,7 @@ class StepCounter:
             times.popleft()
 
     def pace(self, process: str) -> StepPace | None:
-        """How a process steps; None of one that has not made a step."""
+        """Returns the pace of a process; None if it has not made a step."""
         pacing = self._paces.get(process)
         if pacing is None or not pacing.steps:
             return None
@@ -197,8 +192,8 @@ class StepCounter:
         )
 
     def total(self, process: str) -> int | None:
-        """Steps that a process has made by now since it began, as its pace has it; None where not
-        all were counted.
+        """Returns the steps of a process since it started, as of its pace; None if not all were
+        counted.
         """
         total, pace, rate = self._totals.get(process), self.pace(process), self.per_second(process)
         if total is None or pace is None:
@@ -206,8 +201,8 @@ class StepCounter:
         return total + int((time.monotonic() - pace.last) * (rate or 0.0))
 
     def resume(self, process: str, pace: StepPace) -> None:
-        """Take up the pace of a process from before this agent began; a step it makes from now on
-        is its next.
+        """Restore the pace of a process from before this agent started; the next step that it makes
+        continues it.
         """
         if process not in self._paces:
             now = time.monotonic()
@@ -218,16 +213,18 @@ class StepCounter:
             self._paces[process] = _PaceTracker(pace.steps, now, now, times, between)
 
     def per_second(self, process: str) -> float | None:
-        """Steps per second of a process over the last minute; None where it has not reported twice."""
+        """Returns the steps per second of a process over the last minute; None without at least two
+        reports.
+        """
         times = list(self._rates.get(process, ()))
         now = time.monotonic()
         if len(times) <= 1 or times[-1][0] < now - _RATE_WINDOW_S:
             return None
-        # The steps of the first report ended before the span began.
+        # The steps of the first report ended before the span started.
         return sum(lately.number for _, lately in times[1:]) / (now - times[0][0])
 
     def lately(self, process: str) -> RecentSteps | None:
-        """The last minute of a process; None where it has not stepped in it."""
+        """Returns the last minute of a process; None if it has not stepped in it."""
         oldest = time.monotonic() - _RATE_WINDOW_S
         recent = [
             lately for recorded_at, lately in self._rates.get(process, ()) if recorded_at >= oldest
@@ -242,14 +239,14 @@ class StepCounter:
         return RecentSteps(number, sum(lately.seconds for lately in recent), waited)
 
     def take(self, process: str) -> int | None:
-        """Steps of a process since the last call; None of one that has never reported."""
+        """Returns the steps of a process since the last call; None if it has never reported."""
         if process not in self._untaken:
             return None
         steps, self._untaken[process] = self._untaken[process], 0
         return steps
 
     def forget(self, living: set[str]) -> None:
-        """Drop processes that have ended, and ranks that have not reported for ten minutes."""
+        """Remove processes that have ended, and ranks that have not reported for ten minutes."""
         now = time.monotonic()
         self._reporting &= living
         self._untaken = {
@@ -271,7 +268,7 @@ class StepCounter:
         }
 
     def readings(self) -> list[Reading | HistogramReading]:
-        """Step times and loader waits of every rank."""
+        """Returns step times and loader waits of every rank."""
         readings: list[Reading | HistogramReading] = []
         for labels, counter in self._counters.items():
             cumulated = tuple(sum(counter.buckets[: end + 1]) for end in range(len(_BOUNDS)))
@@ -286,13 +283,13 @@ class StepCounter:
 
 
 _LIBRARY = "libtorch_cpu.so"
-_CLOSE_TIMEOUT_S = 2.0  # for a run that is under way
-_MAX_LIBRARIES = 64  # of different files; each has two probes
+_CLOSE_TIMEOUT_S = 2.0  # waits for a run in progress
+_MAX_LIBRARIES = 64  # distinct files; each has two probes
 
 
 class _Library(NamedTuple):
-    """A file with probes: those, the processes that map it, what cannot be seen of it, and since
-    when (clock ticks).
+    """A probed file: its probes, the processes that map it, what cannot be measured, and since when
+    (clock ticks).
     """
 
     probes: Uprobes
@@ -303,33 +300,33 @@ class _Library(NamedTuple):
 
 
 class ProbedStepClock:
-    """Attaches probes to the libraries of PyTorch processes, and reads what they counted.
+    """Attaches probes to the libraries of PyTorch processes, and reads the counts.
 
     Args:
         config: The agent's.
-        processes: Gives the processes that matter now.
+        processes: Returns the currently relevant processes.
     """
 
     name = "probes"
 
     def __init__(self, config: Config, processes: Callable[[], Iterable[Process]]) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
-        # The first look into a library may wait for a slow disk.
+        # Reading a library for the first time may wait for a slow disk.
         self.timeout_s = config.collect.timeouts.get(self.name, max(config.collect.timeout, 10.0))
-        self.taken: list[StepsTaken] = []  # of the last run
+        self.taken: list[StepsTaken] = []  # in the last run
         self._on = config.probes.steps
         self._proc = Path(config.collect.proc)
         self._processes = processes
         self._busy, self._closed = threading.Lock(), False
         self._probes: StepProbes | None = None
         self._libraries: dict[tuple[int, int], _Library] = {}
-        self._looked: set[str] = set()  # processes whose library is known
+        self._looked: set[str] = set()  # processes that were examined
         self._refused: dict[str, str] = {}  # process -> why it has no probes
         self._last: dict[str, dict[tuple[int, int], StepMark]] = {}
 
     def collect(self) -> list[Reading]:
-        """Attach to what is new, let go of what has ended, and count; without the right to it
-        nothing is done.
+        """Attach to new libraries, detach from unused ones, and count; without permission it does
+        nothing.
 
         Raises:
             OSError: The kernel refuses now what it allowed before.
@@ -361,7 +358,7 @@ class ProbedStepClock:
                 del self._libraries[file]
         for process in processes.values():
             if process.key not in self._looked and process.state != "D":  # its memory may be locked
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended now
                     self._look(process, self._probes)
         marks = self._probes.marks()
         suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
@@ -371,7 +368,7 @@ class ProbedStepClock:
             if owner is None or first_ns + suspended_ns < (owner.start_ticks - 1) * (
                 10**9 // TICKS_PER_S
             ):
-                self._probes.forget(pid)  # it has ended; its pid may be another one's by now
+                self._probes.forget(pid)  # it has ended; its pid may be reused
             elif observed := self._since_last(owner, marks[pid]):
                 self.taken.append(observed)
         return [
@@ -380,7 +377,7 @@ class ProbedStepClock:
         ]
 
     def trouble(self) -> list[str]:
-        """What cannot be seen of processes that it watches."""
+        """Returns what cannot be measured of the observed processes."""
         sentences = list(dict.fromkeys(self._refused.values()))
         sentences += [
             f"loader waits of processes with {library.path} are not measured: {library.lacks}"
@@ -392,8 +389,8 @@ class ProbedStepClock:
         return sentences
 
     def close(self) -> None:
-        """Take all probes away, when a run that is under way has ended; else the kernel does, with
-        the process.
+        """Remove all probes, after a run in progress; if that takes too long, the kernel removes
+        them with this process.
         """
         if not self._busy.acquire(timeout=_CLOSE_TIMEOUT_S):
             return
@@ -407,7 +404,7 @@ class ProbedStepClock:
         self._busy.release()
 
     def _look(self, process: Process, probes: StepProbes) -> None:
-        """Attach to the library of a process, unless that has been done for another one."""
+        """Attach to the library of a process, unless it is already probed."""
         for mapping in read_mappings(process.pid, self._proc):
             if mapping.path.rpartition("/")[2] != _LIBRARY:
                 continue
@@ -440,7 +437,7 @@ class ProbedStepClock:
     def _since_last(
         self, process: Process, marks: dict[tuple[int, int], StepMark]
     ) -> StepsTaken | None:
-        """What a process has done since the last run; None where it has done nothing."""
+        """Returns the steps of a process since the last run; None if there are none."""
         before = self._last.get(process.key, {})
         self._last[process.key] = marks
         nothing = StepMark(0, 0, 0, 0, (0,) * len(next(iter(marks.values())).buckets))
@@ -460,14 +457,14 @@ class ProbedStepClock:
             number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True)
         )
         seconds = (now.total_ns - last.total_ns) / 1e9
-        # Of a process that began before there were probes, some steps were perhaps not seen.
+        # If a process started before the probes, some of its steps may have been missed.
         saw_start = any(
             process.key in library.processes and process.start_ticks > library.since_ticks
             for library in self._libraries.values()
         )
         total = (
             now.number + 1 if saw_start and len(steps) == 1 else None
-        )  # the first call ends no step that has begun
+        )  # the first call ends no step
         return StepsTaken(
             process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total
         )

@@ -1,8 +1,8 @@
-"""Device time, energy, FLOPs per job and tick; facts learned from a trace.
+"""Device time, energy and FLOPs per job and tick; and facts read from a job's trace.
 
-A device's time goes to the jobs that hold it: what it was busy by what each used, what it was idle
-in equal parts, as each of them keeps it from others. In whole milliseconds they add up to the time
-of the device.
+A device's time is divided among the jobs that hold it: its busy time in proportion to their use,
+its idle time equally, as each of them keeps it from others. In whole milliseconds they add up to
+the time of the device.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from traceloom.agent.metrics import Reading, SeriesKey
 from traceloom.agent.ownership.model import Share, split_by_weights
 from traceloom.agent.snapshot import Snapshot
 
-JOB_RETENTION_S = 600.0  # counters of a job that has no process any more
-NO_JOB = ""  # job of processes that belong to none
+JOB_RETENTION_S = 600.0  # of counters of a job without processes
+NO_JOB = ""  # job of processes without one
 METHODS_MOST_CERTAIN_FIRST: tuple[Method, ...] = ("declared", "trace", "ratio", "bounds")
 
 
 class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trace of a job tells, per process and step. None: the trace does not say.
+    """Facts from a trace of a job, per process and step. None: not in the trace.
 
-    `dtype_mix`: element type in the matrix units -> FLOPs; `roofline_ratio`: share of the roofline
-    that was reached.
+    `dtype_mix`: element type in the matrix units -> FLOPs; `roofline_ratio`: achieved share of the
+    roofline.
     """
 
     flops_per_step: float | None = None
@@ -50,9 +50,9 @@ class TracedFacts(msgspec.Struct, frozen=True, kw_only=True):
 class JobTick(msgspec.Struct, frozen=True, kw_only=True):
     """A job on this host at one tick.
 
-    `processes`: their keys; `devices`: uuids that it holds, used or not; `steps`: those that its
-    processes here ended since the last tick, added up; `steps_per_second`: likewise, of all
-    processes together; None: it reports none.
+    `processes`: their keys; `devices`: uuids that it holds, used or not; `steps`: steps of its
+    processes here since the last tick, summed; `steps_per_second`: the sum over its processes;
+    None: it reports none.
     """
 
     job: str
@@ -60,13 +60,13 @@ class JobTick(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[str, ...] = ()
     steps: int | None = None
     steps_per_second: float | None = None
-    input_bytes_per_step: float | None = None  # of one process, as the job declares
+    input_bytes_per_step: float | None = None  # per process, as the job declares
     declared_types: MatrixTypes | None = None
     facts: TracedFacts = TracedFacts()
 
     @property
     def element_types(self) -> MatrixTypes | None:
-        """What is known of the types in its matrix units: declared, else those of its trace."""
+        """Returns the known types in its matrix units: declared, else those of its trace."""
         return self.declared_types or (
             MatrixTypes(self.facts.dtype_mix, "trace") if self.facts.dtype_mix else None
         )
@@ -74,9 +74,9 @@ class JobTick(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class JobTotals:
-    """What a job has added up since the agent began.
+    """Sums of a job since the agent started.
 
-    Times in ms; a reason is why a sum has a gap and is not told.
+    Times in ms; a reason explains why a sum has a gap and is not reported.
     """
 
     seen_s: float = 0.0
@@ -90,8 +90,8 @@ class JobTotals:
 
 
 def collect_matrix_types(jobs: Sequence[JobTick]) -> dict[str, list[MatrixTypes]]:
-    """Device -> what is known of each job on it; of a device with a job of which nothing is known,
-    nothing.
+    """Returns device -> types of each job on it; without devices that have a job of unknown
+    types.
     """
     types_by_device: dict[str, list[MatrixTypes | None]] = defaultdict(list)
     for job in jobs:
@@ -105,9 +105,7 @@ def collect_matrix_types(jobs: Sequence[JobTick]) -> dict[str, list[MatrixTypes]
 
 
 class TickMeasurements(NamedTuple):
-    """What one tick is added up from: series -> value, and how long it was, in whole milliseconds
-    and as it was.
-    """
+    """Input of one tick: series -> value, and its length, in whole milliseconds and exact."""
 
     devices: Mapping[str, Device]
     values: Mapping[SeriesKey, float]
@@ -116,11 +114,11 @@ class TickMeasurements(NamedTuple):
 
 
 class JobDeviceTime(NamedTuple):
-    """What a job had of a device in one tick; `job` None: nobody holds the device. Of a device they
-    add up to the tick.
+    """A job's time on a device in one tick; `job` None: the device is free. Those of a device add
+    up to the tick.
 
-    Times in ms; `unknown_ms` is what could not be read. `joules`, and the bounds of FLOPs: None
-    where not known.
+    Times in ms; `unknown_ms` could not be measured. `joules`, and the bounds of FLOPs: None if
+    unknown.
     """
 
     device: str
@@ -133,10 +131,11 @@ class JobDeviceTime(NamedTuple):
 
 
 class JobAccounting:
-    """Adds up jobs over ticks. `device_times` and `input_bytes` are of the last one.
+    """Sums up jobs over ticks. `device_times` and `input_bytes` are those of the last one.
 
     Args:
-        reference: The device that reference-device seconds are counted in, as analyze/peaks.json names it.
+        reference: The device that defines reference-device seconds, by its name in
+            analyze/peaks.json.
     """
 
     def __init__(self, reference: str) -> None:
@@ -147,7 +146,7 @@ class JobAccounting:
         self.device_times: list[JobDeviceTime] = []
         self.input_bytes: dict[
             str, float
-        ] = {}  # job -> what it read in the last tick, where that is known
+        ] = {}  # job -> bytes that it read in the last tick, if known
         self._last_joules: dict[str, float] = {}  # device -> its counter at the last tick
 
     def readings(
@@ -157,18 +156,18 @@ class JobAccounting:
         shares: Mapping[tuple[str, str], Share],
         jobs: Sequence[JobTick],
     ) -> list[Reading]:
-        """The metrics of all jobs.
+        """Returns the metrics of all jobs.
 
         Args:
-            snapshot: With the devices and what was measured of them.
+            snapshot: Has the devices and their values.
             interval_s: Since the last call.
-            shares: (device, key of a process) -> its part; of a device they add up to 1.
-            jobs: Those that are on this host now.
+            shares: (device, key of a process) -> its share; those of a device add up to 1.
+            jobs: The jobs on this host now.
         """
         self._elapsed_s += interval_s
         ms = (
             round(self._elapsed_s * 1000) - self._elapsed_ms
-        )  # of all intervals, so that rounding does not add up
+        )  # of the sum of intervals, so that rounding errors do not accumulate
         self._elapsed_ms += ms
         measured = TickMeasurements(
             snapshot.devices,
@@ -219,7 +218,7 @@ class JobAccounting:
     def _compute_job_shares(
         snapshot: Snapshot, shares: Mapping[tuple[str, str], Share], jobs: Sequence[JobTick]
     ) -> dict[str, dict[str, float]]:
-        """Device -> job that holds it -> its part of what the device does."""
+        """Returns device -> job that holds it -> its share of the device's work."""
         job_of = {process: job.job for job in jobs for process in job.processes}
         shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
         for (device, process), share in shares.items():
@@ -230,7 +229,7 @@ class JobAccounting:
                 if device in snapshot.devices or device in shares_by_device:
                     shares_by_device[device].setdefault(job_now.job, 0.0)
         for device_shares in shares_by_device.values():
-            if not any(device_shares.values()):  # it is held, and nobody is on it
+            if not any(device_shares.values()):  # it is held, and no process uses it
                 device_shares.update(dict.fromkeys(device_shares, 1.0 / len(device_shares)))
         return shares_by_device
 
@@ -241,7 +240,7 @@ class JobAccounting:
         job_shares: Mapping[str, float],
         ticks: Mapping[str, JobTotals],
     ) -> None:
-        """Give a device's time and energy of this tick to its jobs."""
+        """Charge a device's time and energy of this tick to its jobs."""
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
         busy = values.get(
             ("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,)))
@@ -270,9 +269,7 @@ class JobAccounting:
             self._last_joules[uuid] = counter
             if previous_counter is not None and counter >= previous_counter:
                 joules = counter - previous_counter
-            elif (
-                joules is None
-            ):  # the first tick, or the driver was loaded anew: it counts from here on
+            elif joules is None:  # the first tick, or the driver was reloaded: count from here on
                 joules = 0.0
         rate = combine_flop_rates({uuid: 1.0}, values)
         for job, share, busy_part, idle_part, unknown_part in zip(
@@ -318,7 +315,7 @@ class JobAccounting:
             else []
         )
         states = (("busy", total.busy_ms), ("idle", total.idle_ms), ("unknown", total.unknown_ms))
-        has_held_devices = any(spent for _, spent in states)  # it held devices at some time
+        has_held_devices = any(spent for _, spent in states)  # at any time
         readings += [
             Reading("job_device_seconds_total", (*job_label, state), spent / 1000)
             for state, spent in states
@@ -382,8 +379,8 @@ class JobAccounting:
 def combine_flop_rates(
     device_shares: Mapping[str, float], values: Mapping[tuple[str, tuple[str, ...]], float]
 ) -> FlopRate | None:
-    """FLOP/s of a job over its devices, known as well as the least known of them; None where any is
-    not known.
+    """Returns the FLOP/s of a job over its devices, with the least certain method of any; None if
+    any is unknown.
     """
     low, high, method = 0.0, 0.0, METHODS_MOST_CERTAIN_FIRST[0]
     for device, part in device_shares.items():
@@ -404,13 +401,13 @@ def combine_flop_rates(
 
 
 MIN_MODELLED_SHARE = (
-    0.9  # share of the time of compute kernels whose FLOPs are counted, for them to be a reference
+    0.9  # min share of compute kernel time with counted FLOPs, for these to be a reference
 )
 
 
 def load_traced_facts(path: str) -> dict[str, Any]:
-    """The fields of `JobFacts` from a capture or a trace: means over its processes and their whole
-    steps.
+    """Returns the fields of `TracedFacts` from a capture or a trace: means over its processes and
+    their whole steps.
 
     Raises:
         TraceloomError: It cannot be read.
@@ -451,7 +448,7 @@ def load_traced_facts(path: str) -> dict[str, Any]:
             copied.append(float(to_device.sum()))
     is_counted = (
         roofline_result.whole["modelled_ns"].sum() or 0
-    ) >= MIN_MODELLED_SHARE * compute_ns  # without a device: all of it
+    ) >= MIN_MODELLED_SHARE * compute_ns  # trivially true without device time
     facts = TracedFacts(
         flops_per_step=mean_by_quantity.get("flops") if is_counted else None,
         dtype_mix={kind: float(flops) for kind, flops in flops_by_type if flops},

@@ -1,7 +1,8 @@
-"""What takes long is done in a process of its own: facts of a capture, recordings by probes.
+"""Runs long tasks in processes of their own: facts of a capture, recordings by probes.
 
-A task is a function `module:name` of the package that takes keywords and gives what JSON holds. The
-process ends with its task; one that crashes, hangs or swells takes nothing with it.
+A task is a function `module:name` of the package that takes keywords and returns JSON-compatible
+data. The process ends with its task; if it crashes, hangs or uses too much memory, nothing else is
+affected.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ TASKS = {
 
 
 def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **arguments: Any) -> Any:
-    """Run a task, as another `user` where one is named; blocks, so it is called in a thread.
+    """Run a task, optionally as another user; blocks, so it is called in a thread.
 
     Raises:
-        TraceloomError: `task-failed`: it could not start, raised, was killed, or took longer than `timeout_s`.
+        TraceloomError: `task-failed`: it could not start, raised, was killed, or took longer than
+            `timeout_s`.
     """
     try:
         worker = WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
@@ -62,13 +64,14 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
 
 
 async def run_alone(task: str, **arguments: Any) -> Any:
-    """Run a task as long as it takes; where this is cancelled, its process is killed.
+    """Run a task without a time limit; on cancellation its process is killed.
 
-    Nobody waits for the end of the process: where it has probes, the kernel takes them away first,
-    which takes seconds.
+    The end of the process is not awaited: if it has probes, the kernel removes them first, which
+    takes seconds.
 
     Raises:
-        TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its own.
+        TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its
+            own.
     """
     try:
         worker = WorkerProcess("traceloom.agent.worker", quiet=True)
@@ -92,7 +95,7 @@ async def run_alone(task: str, **arguments: Any) -> Any:
 
 
 def main() -> None:
-    """The process: one task from standard input, its answer to standard output."""
+    """Process entry point: one task from standard input, its answer to standard output."""
     job = json.loads(sys.stdin.readline())
     module, _, name = TASKS[job["task"]].partition(":")
     try:

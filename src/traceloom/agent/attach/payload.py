@@ -1,14 +1,14 @@
-"""What runs in a process that is attached to. The agent never runs this file: it sends its text,
-and the order as JSON.
+"""The code that runs in a process that is attached to. The agent never runs this file: it sends its
+text, and the order as JSON.
 
-It runs in a thread of its own, under whatever Python (3.8 or later) and PyTorch the program has,
-and must not raise into the program, wait for anything that the program may hold, or leave anything
-behind. The order stands as long as its file is there: who deletes that ends the work. How far it is
-goes into that file, a line of JSON each.
+It runs in a thread of its own, under any Python (3.8 or later) and PyTorch of the program, and must
+not raise into the program, wait for anything that the program may hold, or leave anything behind.
+The order stands as long as its file exists: deleting that ends the work. Progress is appended to
+that file, one line of JSON each.
 
-PyTorch's profiler sees all threads here, whichever thread begins it. A profile of the program's own
-goes first: PyTorch
-2.13 crashes where two meet, so ours ends before the program's begins, and before Python ends.
+PyTorch's profiler sees all threads here, whichever thread starts it. A profile of the program
+itself has priority: PyTorch 2.13 crashes if two overlap, so ours ends before the program's starts,
+and before Python ends.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _WORDS = {
 
 
 class OrderOverError(Exception):
-    """Nobody waits for the result any more."""
+    """The order was deleted or has expired."""
 
 
 class OrderRefusedError(Exception):
-    """It cannot be done here."""
+    """The order cannot be carried out here."""
 
     def __init__(self, detail: str, *, slug: str) -> None:
         super().__init__(detail)

@@ -1,1 +1,1 @@
-"""Probes by eBPF."""
+"""Probes of functions in other processes, by eBPF."""

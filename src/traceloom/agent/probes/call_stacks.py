@@ -1,14 +1,14 @@
-"""The stack of a call, taken in the kernel when a probe is hit: functions of libraries, then those
-of Python.
+"""The stack of a call, taken in the kernel when a probe is hit: frames of native libraries, then
+those of Python.
 
-Libraries are built without frame pointers, and their tables for unwinding are not for the kernel.
-So it has rules for single addresses: how to get from there to the caller. At first there are none.
-Where one is missing, the program hands over a piece of the process's stack too; that is unwound
-here, and what was needed for it becomes rules. From then on the kernel does it alone. It hands over
-each stack once and knows it by a number.
+Libraries are built without frame pointers, and the kernel cannot read their unwind tables. So the
+eBPF program has rules for single addresses: how to get from there to the caller. Initially there
+are none. If one is missing, the program passes on a piece of the process's stack, too; that is
+unwound here, and what was needed for it becomes rules. From then on the kernel unwinds alone. It
+passes on each stack once and refers to it by a number.
 
-Frames of Python are a chain in the process's memory, which the program follows from the thread's
-newest one.
+Frames of Python are a linked list in the process's memory, which the program follows from the
+thread's newest one.
 """
 
 from __future__ import annotations
@@ -41,27 +41,25 @@ from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, UnwindRule
 
 MOST_NATIVE, MOST_PYTHON = 48, 32
-# So many stacks are taken in so long a time; a call beyond has none. At 5 us each, that is a tenth
-# of a processor.
+# Max stacks per window (ns); further calls have none. At 5 us each, that is a tenth of a CPU.
 _WINDOW_NS, MOST_IN_WINDOW = 10_000_000, 200
 
 _MOST_THREADS, _MOST_RULES, _MOST_STACKS = 16384, 1 << 16, 1 << 16
 _RULE = struct.Struct("<4q")
 _THREAD = struct.Struct("<QQ")
-_HEAD = struct.Struct(
-    "<5Q"
-)  # number, address without a rule, stack register, frame register, bytes of the piece
+# Number, address without a rule, stack register, frame register, bytes of the piece.
+_HEAD = struct.Struct("<5Q")
 _FRAMES_BYTES = 8 * MOST_NATIVE + 16 * MOST_PYTHON
-_RECORD_BYTES = 8184  # with the ring's own eight, two pages
+_RECORD_BYTES = 8184  # two pages, including the ring's header of eight bytes
 _PIECE_AT = _HEAD.size + _FRAMES_BYTES
 _PIECES = (
     _RECORD_BYTES - _PIECE_AT,
     2048,
     512,
-)  # near its end a stack has fewer bytes than are asked for
+)  # tried in turn, as near its end a stack has fewer bytes
 _RING_BYTES = 1 << 23
-_HASH_FACTOR = 0x5BD1E995  # odd, of 31 bits
-# On the program's stack, below what its caller has there
+_HASH_FACTOR = 0x5BD1E995  # odd, 31 bits
+# Offsets on the program's stack, below those of its caller
 _STACK_AT, _FRAME_AT, _ADDRESS_AT, _NUMBER_AT, _CONTEXT_AT, _THREAD_AT, _MISSING_AT = range(
     -184, -128, 8
 )
@@ -74,9 +72,7 @@ _Held = TypeVar("_Held", Map, Ring)
 
 
 class CallStack(NamedTuple):
-    """Addresses that functions return to, innermost first; and (code, instruction) of frames of
-    Python.
-    """
+    """Return addresses, innermost first; and (code, instruction) of Python frames."""
 
     native: tuple[int, ...]
     python: tuple[tuple[int, int], ...]
@@ -87,11 +83,11 @@ class CallStacks:
 
     Args:
         process: Its pid.
-        symbols: Of it.
-        python: Its interpreter; None: frames of Python are not seen.
+        symbols: Its symbols.
+        python: Its interpreter; None: without Python frames.
 
     Raises:
-        OSError: The kernel does not let us.
+        OSError: The kernel does not allow it.
     """
 
     def __init__(self, process: int, symbols: Symbols, python: PythonFrames | None) -> None:
@@ -109,7 +105,7 @@ class CallStacks:
         self._budget = self._keep(Map(MapKind.ARRAY, 4, 24, 1))
 
     def look(self) -> None:
-        """Take what threads of Python there are now; the process may have ended."""
+        """Update the Python threads; the process may have ended."""
         if self._python is None:
             return
         with contextlib.suppress(OSError):
@@ -125,7 +121,7 @@ class CallStacks:
                     self._python_threads[number] = thread
 
     def take(self) -> None:
-        """Take the stacks that are new, and give the kernel the rules that it missed."""
+        """Fetch the new stacks, and add the rules that the kernel lacked."""
         content = self._ring.take()
         for start in range(0, len(content), _RECORD_BYTES):
             number, missing, stack, frame, size = _HEAD.unpack_from(content, start)
@@ -149,26 +145,25 @@ class CallStacks:
                     : MOST_NATIVE - len(native)
                 ]
             self.stacks[number] = CallStack(native, python)
-            if self._python is not None:  # while the process and its functions are there
+            if self._python is not None:  # describe frames while the process and its code exist
                 for code, instruction in python:
                     self._python.describe(code, instruction)
 
     def refused(self) -> int:
-        """Calls without a stack, as they came too quickly."""
+        """Returns the number of calls without a stack because of the rate limit."""
         _, _, number = struct.unpack("<3Q", self._budget.get(bytes(4)) or bytes(24))
         return int(number)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the maps and the ring."""
         for resource in self._held:
             resource.close()
 
     def write(self, program: ProbeProgram, to: int) -> None:
-        """Write a program's part that takes the stack of a function that is entered; its number, or
-        0, goes to `to`.
+        """Write the instructions that take the stack of a function at its entry; its number, or 0,
+        is stored at `to`.
 
-        The context is in R6, process and thread in R7, the time in R8. The first two are there
-        afterwards.
+        The context is in R6, process and thread in R7, the time in R8. R6 and R7 are preserved.
         """
         program.store(R10, to, 0)
         program.store(R10, _THREAD_AT, R7)
@@ -189,8 +184,7 @@ class CallStacks:
         program.jump("no stack")
         program.label("within the budget")
         program.add_at(R0, 8, R1)
-        # R0 = room for frames that is this thread's alone: another one may run on this processor at
-        # any time.
+        # R0 = a buffer for frames per thread: another thread may run on this CPU at any time.
         program.on_map(Helper.MAP_LOOKUP, self._frames.descriptor, _THREAD_AT)
         program.jump_if(R0, "!=", 0, "room")
         program.on_map(Helper.MAP_LOOKUP, self._empty.descriptor, _ZERO_AT)
@@ -277,7 +271,7 @@ class CallStacks:
         program.label("no rule")
         program.load(R1, R10, _ADDRESS_AT)
         program.store(R10, _MISSING_AT, R1)
-        program.load(R1, R10, _STACK_AT)  # what comes beyond may differ
+        program.load(R1, R10, _STACK_AT)  # the rest of the stack may differ
         _hash_into_number(program)
         program.label("unwound")
 
@@ -291,7 +285,7 @@ class CallStacks:
         program.jump_if(R0, "==", 0, "no python")
         program.load(R7, R0, 0)
         program.load(R8, R0, 8)
-        # A thread may have ended, and another one have its state, or be about to.
+        # The thread may have ended, and its state been reused by another one.
         _read(program, R7, layout.thread_id)
         program.load(R1, R10, _READ_AT)
         program.jump_if(R1, "!=", R8, "no python")
@@ -316,7 +310,7 @@ class CallStacks:
         program.on_map(Helper.MAP_LOOKUP, self._seen.descriptor, _NUMBER_AT)
         program.jump_if(R0, "!=", 0, "stack is known")
         program.on_map(Helper.MAP_UPDATE, self._seen.descriptor, _NUMBER_AT, _NUMBER_AT)
-        program.jump_if(R0, "!=", 0, "stack is known")  # too many of them: it will have no frames
+        program.jump_if(R0, "!=", 0, "stack is known")  # the map is full: it will have no frames
         program.map(R1, self._ring.map.descriptor)
         program.do(R2, "=", _RECORD_BYTES)
         program.do(R3, "=", 0)
@@ -332,7 +326,7 @@ class CallStacks:
         program.store(R8, 8 * 4, 0)
         for offset in range(
             0, _FRAMES_BYTES, 8
-        ):  # the kernel's function for it is forbidden under its lockdown
+        ):  # the helper for it is forbidden under kernel lockdown
             program.load(R1, R9, offset)
             program.store(R8, _HEAD.size + offset, R1)
         program.load(R1, R10, _MISSING_AT)
@@ -349,11 +343,11 @@ class CallStacks:
             program.label(f"not {size}")
         program.label("submit")
         program.do(R1, "=", R8)
-        program.do(R2, "=", 1)  # nobody is woken
+        program.do(R2, "=", 1)  # BPF_RB_NO_WAKEUP
         program.call(Helper.RING_SUBMIT)
 
     def _unwound(self, address: int, stack: int, frame: int, stack_bytes: bytes) -> tuple[int, ...]:
-        """The addresses beyond one, from a piece of the stack."""
+        """Returns the return addresses beyond `address`, from a piece of the stack."""
         base = stack
 
         def read(position: int) -> int | None:
@@ -366,15 +360,15 @@ class CallStacks:
 
         result: list[int] = []
         while len(result) < MOST_NATIVE:
-            # The rule of an address that is returned to; the kernel gets it too.
+            # The rule of a return address, which is passed to the kernel, too.
             if address not in self._rules:
-                # The call is before the address; the interpreter's own functions are none that
-                # anybody looks for.
+                # The call is before the return address. The interpreter's own functions are of no
+                # interest.
                 is_python = self._python is not None and self._symbols.lies_in(
                     address, self._python.file
                 )
                 self._rules[address] = END_RULE if is_python else self._symbols.rule(address - 1)
-                with contextlib.suppress(OSError):  # it is full: these stacks will be shorter
+                with contextlib.suppress(OSError):  # the map is full: these stacks will be shorter
                     self._rules_map.put(
                         struct.pack("<Q", address), _RULE.pack(*self._rules[address])
                     )
@@ -401,7 +395,7 @@ class CallStacks:
 
 
 def _hash_into_number(program: ProbeProgram) -> None:
-    """Make R1 a part of the stack's number; R2 is lost."""
+    """Add R1 to the hash that becomes the stack's number; R2 is overwritten."""
     program.load(R2, R10, _NUMBER_AT)
     program.do(R2, "*=", _HASH_FACTOR)
     program.do(R2, "+=", R1)
@@ -409,7 +403,7 @@ def _hash_into_number(program: ProbeProgram) -> None:
 
 
 def _read(program: ProbeProgram, base: Register, offset: int, size: int = 8) -> None:
-    """Read a part of Python's structures onto the stack."""
+    """Read a field of Python's structures onto the stack."""
     program.do(R3, "=", base)
     program.do(R3, "+=", offset)
     program.read_user(_READ_AT, size)

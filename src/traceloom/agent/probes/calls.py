@@ -1,4 +1,4 @@
-"""Calls of functions as records; whether probes work here."""
+"""Probes that record calls of functions, and the check whether probes work on this host."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from traceloom.agent.probes.ebpf import (
 from traceloom.agent.probes.elf import Elf, Uprobes
 
 # A record: time (monotonic clock, ns), process << 32 | thread, number of the function, number of
-# its stack (0: none), and six values whose meaning is the function's.
+# its stack (0: none), and six values, which depend on the function.
 RECORD = struct.Struct("<4Q6Q")
 
 _RING_BYTES = 1 << 23
-_MAX_OPEN_CALLS = 4096  # calls that have begun and not ended
+_MAX_OPEN_CALLS = 4096  # calls that have started and not ended
 _RECORD_AT = -RECORD.size
 _FUNCTION_AT, _STACK_AT, _VALUES_AT = (_RECORD_AT + offset for offset in (16, 24, 32))
 _KEY_AT, _ZERO_AT = _RECORD_AT - 16, _RECORD_AT - 24
@@ -46,11 +46,11 @@ _MAX_DRIVERS = 4  # ranges of addresses
 
 
 class CallValue(NamedTuple):
-    """Where a value of a call is: an argument, so far `above` the stack's end, or `behind` the
-    address that it is.
+    """Location of a value of a call: an argument, an offset `above` the stack's end, or memory
+    `behind` the address in it.
 
-    `size` bytes count; `shift` of them are left out below. `upper`: it goes into the upper half of
-    the value before.
+    `size` bytes are read; the value is shifted right by `shift`. `upper`: it becomes the upper half
+    of the previous value.
     """
 
     argument: int | None = None
@@ -62,17 +62,18 @@ class CallValue(NamedTuple):
 
 
 class ProbedCall(NamedTuple):
-    """A function that is watched.
+    """A probed function.
 
     Attributes:
-        beginning: How its name begins, as the linker has it.
-        values: Of a call when it begins.
-        pointer: Argument with the address at which the function stores its result; -1: it gives it itself.
-            None: nothing is done when it ends.
-        timed: Its end is recorded: value 5 is when it began.
+        beginning: Prefix of its symbol.
+        values: Values of a call at its entry.
+        pointer: Argument with the address at which the function stores its result; -1: it returns
+            the result. None: nothing is done at its return.
+        timed: Its return is recorded: value 5 is the time of its entry.
         stacks: Whether the stack is recorded.
-        own: A library calls this function of its own or of another one that is watched for purposes of its own, as
-            CUDA's runtime does the driver's: calls from `CallProbes.drivers` are not recorded.
+        own: A library also calls this function internally, its own or that of another probed
+            library, as CUDA's runtime calls the driver: calls from the ranges of
+            `set_internal_ranges` are not recorded.
     """
 
     beginning: str
@@ -84,19 +85,19 @@ class ProbedCall(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """Whether it is recorded when it ends, not when it begins."""
+        """Whether it is recorded at its return, not at its entry."""
         return self.pointer is not None or self.timed
 
 
 class CallProbes:
     """Probes of calls in one process, and their records.
 
-    A record of a function that `ends` is made when it returned; value 4 is its result, or what it
-    stored at the pointer. One that returned an error while it should have stored something makes
-    none.
+    A record of a function that `ends` is made after its return; value 4 is its result, or what it
+    stored at the pointer. If it should have stored something and returned an error, there is no
+    record.
 
     Raises:
-        OSError: The kernel does not have them, or does not let us.
+        OSError: The kernel does not support it, or does not allow it.
     """
 
     def __init__(self, process: int, stacks: CallStacks) -> None:
@@ -110,15 +111,15 @@ class CallProbes:
         self._probes: list[Uprobes] = []
 
     def attach(self, descriptor: int, calls: Iterable[tuple[int, ProbedCall]]) -> list[int]:
-        """Watch functions of a library; the numbers of those that it has.
+        """Probe functions of a library; returns the numbers of those that it has.
 
         Raises:
-            OSError: The file is no library, or the kernel does not let us.
+            OSError: The file is not a library, or the kernel does not allow it.
         """
         probes = Uprobes(descriptor, self._process)
         self._probes.append(probes)
         attached = []
-        # What frees comes first: nothing that is allocated meanwhile may seem to be kept.
+        # Functions that free come first, so that nothing allocated meanwhile seems to be kept.
         for number, call in sorted(calls, key=lambda numbered: numbered[1].ends):
             function = probes.elf.find(call.beginning)
             if function is None:
@@ -132,7 +133,9 @@ class CallProbes:
         return attached
 
     def set_internal_ranges(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Addresses (first, one beyond) of the libraries whose calls of each other are their own."""
+        """Set the address ranges (first, one beyond) of the libraries whose calls of each other are
+        internal.
+        """
         addresses = [address for pair in ranges[:_MAX_DRIVERS] for address in pair]
         self._drivers.put(
             bytes(4),
@@ -142,18 +145,18 @@ class CallProbes:
         )
 
     def lost(self) -> int:
-        """Calls whose record found no room."""
+        """Returns the number of calls whose record did not fit into the ring."""
         (number,) = struct.unpack("<Q", self._lost.get(bytes(4)) or bytes(8))
         return int(number)
 
     def detach(self) -> None:
-        """Take the probes away; what they recorded is kept."""
+        """Remove the probes; their records are kept."""
         for probes in self._probes:
             probes.close()
         self._probes = []
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close everything."""
         self.detach()
         for program in self._programs:
             os.close(program)
@@ -205,7 +208,7 @@ class CallProbes:
         return write
 
     def _unless_own(self, program: ProbeProgram) -> None:
-        """End where the call comes from a driver's library."""
+        """Exit if the call comes from a driver's library."""
         returns_to = get_architecture().returns_to
         if returns_to is not None:
             program.load(R1, R6, returns_to)
@@ -239,7 +242,7 @@ class CallProbes:
             program.on_map(Helper.MAP_DELETE, self._inside.descriptor, _KEY_AT)
             program.load(R1, R6, get_architecture().result)
             if call.pointer is not None and call.pointer >= 0:
-                program.do(R1, "<<=", 32)  # the result is an int; what is above it, is not
+                program.do(R1, "<<=", 32)  # the result is an int; the upper bits are undefined
                 program.jump_if(R1, "!=", 0, "end")
                 program.load(R3, R10, _VALUES_AT + 8 * 4)
                 program.read_user(_VALUES_AT + 8 * 4, 8)
@@ -252,11 +255,11 @@ class CallProbes:
         return write
 
     def _put(self, program: ProbeProgram) -> None:
-        """Hand over the record."""
+        """Submit the record."""
         program.map(R1, self.ring.map.descriptor)
         program.address(R2, _RECORD_AT)
         program.do(R3, "=", RECORD.size)
-        program.do(R4, "=", 1)  # nobody is woken: records are fetched in time
+        program.do(R4, "=", 1)  # BPF_RB_NO_WAKEUP: the reader polls
         program.call(Helper.RING_OUTPUT)
         program.jump_if(R0, "==", 0, "end")
         program.store(R10, _ZERO_AT, 0)
@@ -267,7 +270,7 @@ class CallProbes:
 
 
 def _read(program: ProbeProgram, value: CallValue, to: int) -> None:
-    """Put a value of the call that begins onto the stack."""
+    """Read a value of the call onto the stack, at its entry."""
     if value.argument is not None:
         program.load(R1, R6, get_architecture().arguments[value.argument])
         if value.behind is None:
@@ -285,7 +288,7 @@ def _read(program: ProbeProgram, value: CallValue, to: int) -> None:
 
 
 _HOST_PROCESSES = (
-    "pid:[4026531836]"  # the first namespace, whose numbers the kernel gives to programs
+    "pid:[4026531836]"  # the initial namespace, whose pids the kernel passes to programs
 )
 _CAP_SYS_PTRACE = 19  # CAP_SYS_PTRACE
 _RIGHTS_HINT = (
@@ -294,7 +297,7 @@ _RIGHTS_HINT = (
 
 
 def explain_unsupported() -> tuple[str, str]:
-    """Why there are no probes here, and what would help; both "" where they work."""
+    """Returns why probes do not work here, and what would help; both "" if they work."""
     try:
         get_architecture()
         if not UPROBE_TYPE.exists():
@@ -333,7 +336,7 @@ def explain_unsupported() -> tuple[str, str]:
     try:
         with Path("/proc/self/exe").open("rb") as executable:
             elf = Elf(executable.fileno())
-            # Where this program started and will never be again: it is not slowed down.
+            # At the entry point, which this program never executes again, so it is not slowed down.
             position = elf.offset_of(elf.entry) or 0
             os.close(attach_program(loaded, "/proc/self/exe", position, process=os.getpid()))
     except OSError as error:
@@ -344,9 +347,7 @@ def explain_unsupported() -> tuple[str, str]:
 
 
 def can_trace_others() -> bool:
-    """Whether processes of other users may be looked into: what they have mapped, and their memory
-    (CAP_SYS_PTRACE).
-    """
+    """Whether mappings and memory of other users' processes may be read (CAP_SYS_PTRACE)."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     effective = status.partition("\nCapEff:")[2].split(maxsplit=1)
     return bool(effective and int(effective[0], 16) >> _CAP_SYS_PTRACE & 1)

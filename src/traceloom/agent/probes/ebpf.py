@@ -1,11 +1,13 @@
-"""EBPF instructions, bpf(2)/perf_event_open(2), maps, ring buffer.
+"""Assembles and loads eBPF programs: instructions, maps, ring buffer, bpf(2) and
+perf_event_open(2).
 
-Nothing else is needed on the host: the programs are assembled here (`instructions`), loaded by
-bpf(2) (`kernel`), attached to functions that are looked up in the symbol tables of libraries
-(`elf`, `uprobes`), and what they record (`call_probes`, with stacks: `call_stacks`) is read from a
-ring buffer (`ring`). `support` says whether this kernel and these rights allow it.
+No compiler or library is needed on the host. Programs are attached to functions found in the symbol
+tables of libraries (elf.py), and their records (calls.py, with stacks: call_stacks.py) are read
+from a ring buffer; `calls.explain_unsupported` checks whether this kernel and the agent's
+permissions allow it.
 
-them: eight bytes each, eleven registers. The kernel verifies every program before it runs it.
+Instructions have eight bytes each and use eleven registers. The kernel verifies every program
+before it runs it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from typing import NamedTuple
 
 
 class Register(enum.IntEnum):
-    """R0: results; R1 to R5: arguments, lost by a call; R6 to R9: kept; R10: end of the 512 bytes
-    of stack.
+    """R0: results; R1 to R5: arguments, overwritten by a call; R6 to R9: preserved; R10: end of the
+    stack of 512 bytes.
     """
 
     R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10 = range(11)
@@ -36,12 +38,12 @@ R0, R1, R2, R3, R4, R5, R6, R7, R8, R9, R10 = Register
 
 
 class Helper(enum.IntEnum):
-    """Functions of the kernel that programs call."""
+    """Kernel functions that programs call."""
 
     MAP_LOOKUP = 1
     MAP_UPDATE = 2
     MAP_DELETE = 3
-    TIME_NS = 5  # of the monotonic clock
+    TIME_NS = 5  # monotonic clock
     PROCESS_AND_THREAD = 14  # process << 32 | thread
     READ_USER = 112
     READ_USER_TEXT = 114
@@ -79,7 +81,7 @@ _INT32_RANGE = range(-(2**31), 2**31)
 
 
 class ProbeProgram:
-    """A program that is being written, one instruction after the other."""
+    """A program under construction, one instruction after the other."""
 
     def __init__(self) -> None:
         self._encoded: list[_Encoded] = []
@@ -96,7 +98,7 @@ class ProbeProgram:
             raise ValueError(f"{value} needs more than 32 bits: put it into a register with `wide`")
 
     def wide(self, target: Register, value: int) -> None:
-        """`target` = any number of 64 bits."""
+        """`target` = a 64-bit constant."""
         self._two_words(target, 0, value)
 
     def map(self, target: Register, descriptor: int) -> None:
@@ -115,7 +117,7 @@ class ProbeProgram:
             self._encoded.append(_Encoded(_STORE_NUMBER | _SIZES[size], base, 0, offset, value))
 
     def add_at(self, base: Register, offset: int, value: Register) -> None:
-        """Add `value` to the eight bytes at `base + offset`, whoever else does so at this moment."""
+        """Atomically add `value` to the eight bytes at `base + offset`."""
         self._encoded.append(_Encoded(_ATOMIC | _SIZES[8], base, value, offset))
 
     def call(self, helper: Helper) -> None:
@@ -134,9 +136,7 @@ class ProbeProgram:
         self.call(helper)
 
     def read_user(self, to: int, size: int, helper: Helper = Helper.READ_USER) -> None:
-        """Read from the process's memory at `R3` to the stack; `R0` is negative where that cannot
-        be read.
-        """
+        """Read from the process's memory at `R3` to the stack; `R0` is negative on failure."""
         self.address(R1, to)
         self.do(R2, "=", size)
         self.call(helper)
@@ -147,13 +147,11 @@ class ProbeProgram:
         self.do(target, "+=", offset)
 
     def jump(self, to: str) -> None:
-        """Go on at the label."""
+        """Jump to the label."""
         self._encoded.append(_Encoded(_ALWAYS, to=to))
 
     def jump_if(self, left: Register, comparison: str, right: int | Register, to: str) -> None:
-        """Go on at the label where the comparison holds: ==, !=, >, >=, <, <= without signs, or
-        signed<.
-        """
+        """Jump to the label if the comparison holds: ==, !=, >, >=, <, <= unsigned, or signed<."""
         code = _JUMPS[comparison]
         if isinstance(right, Register):
             self._encoded.append(_Encoded(code | _BY_REGISTER, left, right, to=to))
@@ -161,17 +159,17 @@ class ProbeProgram:
             self._encoded.append(_Encoded(code, left, number=right, to=to))
 
     def label(self, name: str) -> None:
-        """The next instruction has this name; jumps lead forward alone."""
+        """Label the next instruction; jumps only go forward."""
         assert name not in self._labels, f"the label {name} stands twice"
         self._labels[name] = len(self._encoded)
 
     def exit(self) -> None:
-        """End the program; its result is of no account."""
+        """End the program; its result is not used."""
         self.do(R0, "=", 0)
         self._encoded.append(_Encoded(_EXIT))
 
     def encoded(self) -> bytes:
-        """The instructions as the kernel takes them."""
+        """Returns the instructions in the kernel's format."""
         instructions = []
         for position, word in enumerate(self._encoded):
             offset = self._labels[word.to] - position - 1 if word.to else word.offset
@@ -186,33 +184,31 @@ class ProbeProgram:
 
 
 UPROBE_TYPE = Path("/sys/bus/event_source/devices/uprobe/type")
-# The kernel lends some functions (reading a process's memory, its stack) to programs alone that
-# come under the GPL too.
+# Some helpers (reading a process's memory, its stack) require a GPL-compatible license.
 _LICENSE = b"Dual BSD/GPL"
 _CREATE_MAP, _LOOKUP, _UPDATE, _DELETE, _NEXT_KEY, _LOAD_PROGRAM = range(6)
 _KPROBE_PROGRAM = 2
 _SET_PROGRAM = 0x40042408  # PERF_EVENT_IOC_SET_BPF
 _CLOSE_ON_EXEC = 8
-_ATTRIBUTES = 112  # bytes of perf_event_attr that are used
+_ATTRIBUTES = 112  # used bytes of perf_event_attr
 _LOG_BYTES = 1 << 20
 
 
 class Architecture(NamedTuple):
-    """A processor architecture: numbers of system calls, and where the registers of a process lie
-    in pt_regs.
-    """
+    """A CPU architecture: numbers of system calls, and offsets of registers in pt_regs."""
 
     bpf: int
     perf_event_open: int
     arguments: tuple[int, ...]
     result: int
     stack: int
-    # Where the address that a function returns to is when it has just been entered: a register, or
-    # on the stack.
+    # Register with the return address at a function's entry; None: it is on the stack.
     returns_to: int | None
-    hidden_result: int  # arguments that a function with a large result has before its own
-    frame: int  # the register that functions without a fixed frame find theirs by
-    unwound: tuple[int, int]  # numbers of `stack` and `frame` in tables for unwinding
+    hidden_result: (
+        int  # number of arguments that a function with a large result gets before its own
+    )
+    frame: int  # the frame register
+    unwound: tuple[int, int]  # numbers of `stack` and `frame` in unwind tables
 
 
 ARCHITECTURES = {
@@ -222,10 +218,10 @@ ARCHITECTURES = {
 
 
 def get_architecture() -> Architecture:
-    """This one.
+    """Returns the architecture of this machine.
 
     Raises:
-        OSError: Its registers are not known here.
+        OSError: It is not supported.
     """
     name = platform.machine()
     if name not in ARCHITECTURES:
@@ -252,7 +248,7 @@ def _call_bpf(command: int, attributes: bytes) -> int:
 
 
 class MapKind(enum.IntEnum):
-    """Kinds of maps: `LRU_HASH` lets go of the oldest entries when it is full."""
+    """Kinds of maps: `LRU_HASH` drops the oldest entries when it is full."""
 
     HASH = 1
     ARRAY = 2
@@ -261,10 +257,10 @@ class MapKind(enum.IntEnum):
 
 
 class Map:
-    """Data that programs in the kernel and we share.
+    """Data shared with programs in the kernel.
 
     Raises:
-        OSError: The kernel does not have this kind, or does not let us.
+        OSError: The kernel does not support this kind, or does not allow it.
     """
 
     def __init__(self, kind: MapKind, key_bytes: int, value_bytes: int, entries: int) -> None:
@@ -275,7 +271,7 @@ class Map:
         )
 
     def get(self, key: bytes) -> bytes | None:
-        """The value; None where there is none."""
+        """Returns the value of a key; None if it is missing."""
         key_buffer, value = (
             ctypes.create_string_buffer(key, len(key)),
             ctypes.create_string_buffer(self.value_bytes),
@@ -299,15 +295,16 @@ class Map:
         _call_bpf(_UPDATE, self._element(keys, values))
 
     def remove(self, key: bytes) -> None:
-        """Drop an entry, where it is there."""
+        """Remove an entry if it exists."""
         buffer = ctypes.create_string_buffer(key, len(key))
         with contextlib.suppress(FileNotFoundError):
             _call_bpf(_DELETE, self._element(buffer, None))
 
     def keys(self) -> Iterator[bytes]:
-        """All keys.
+        """Yields all keys.
 
-        Programs change maps meanwhile: some may be left out, or come twice; it ends nevertheless.
+        Programs change maps concurrently: some keys may be missing or come twice, but the iteration
+        ends.
         """
         key, following = None, ctypes.create_string_buffer(self._key_bytes)
         for _ in range(2 * self.entries):
@@ -319,7 +316,7 @@ class Map:
             key = ctypes.create_string_buffer(following.raw, self._key_bytes)
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the descriptor."""
         os.close(self.descriptor)
 
     def _element(
@@ -330,10 +327,10 @@ class Map:
 
 
 def load_program(instructions: bytes, name: str) -> int:
-    """Have the kernel verify a program; its descriptor.
+    """Have the kernel verify and load a program; returns its descriptor.
 
     Raises:
-        OSError: The kernel refuses it, and says why, or does not let us.
+        OSError: The kernel refuses it, with its reason, or does not allow it.
     """
     code = ctypes.create_string_buffer(instructions, len(instructions))
     license_text, log = (
@@ -361,7 +358,7 @@ def load_program(instructions: bytes, name: str) -> int:
     except OSError as error:
         if error.errno == errno.EPERM:
             raise
-        with contextlib.suppress(OSError):  # again, for its reason
+        with contextlib.suppress(OSError):  # repeated with a log, for the reason
             return _call_bpf(_LOAD_PROGRAM, attributes(1))
         reasons = log.value.decode(errors="replace").strip().splitlines()
         raise OSError(
@@ -377,18 +374,18 @@ def attach_program(
     at_return: bool = False,
     process: int | None = None,
 ) -> int:
-    """Run a program whenever the function at `offset` of the file `path` is entered, or left; the
-    probe's descriptor.
+    """Run a program at each entry, or return, of the function at `offset` of the file `path`;
+    returns the probe's descriptor.
 
     Args:
-        program: None: it counts for the kernel alone, which tells whether probes are allowed.
+        program: None: the kernel only counts, which checks whether probes are allowed.
         path: A file that processes map.
         offset: In the file.
-        at_return: When the function is left.
-        process: Of this process alone; None: of every process that maps the file, now or later.
+        at_return: At its return instead of its entry.
+        process: Of this process only; None: of every process that maps the file, now or later.
 
     Raises:
-        OSError: The kernel does not have such probes, or does not let us.
+        OSError: The kernel does not support such probes, or does not allow it.
     """
     name = ctypes.create_string_buffer(os.fsencode(path))
     kind = int(UPROBE_TYPE.read_text(encoding="ascii"))
@@ -407,7 +404,7 @@ def attach_program(
         offset,
     ).ljust(_ATTRIBUTES, b"\0")
     buffer = ctypes.create_string_buffer(attributes, _ATTRIBUTES)
-    # A probe of all processes hangs on one processor; its program runs on every one.
+    # A probe of all processes is bound to one CPU, but its program runs on every CPU.
     pid, cpu = (-1, 0) if process is None else (process, -1)
     result = _libc.syscall(
         ctypes.c_long(get_architecture().perf_event_open),
@@ -435,15 +432,15 @@ _POSITION = struct.Struct("<Q")
 
 
 class Ring:
-    """A ring of records that all have the same size; one that finds it full is lost, which its
+    """A ring buffer of records of equal size; a record that finds it full is lost, which its
     program counts.
 
     Args:
-        record_bytes: Of a record, a multiple of eight.
+        record_bytes: Size of a record, a multiple of eight.
         size: Bytes of the ring, a power of two and of whole pages.
 
     Raises:
-        OSError: The kernel has no such buffers (before 5.8), or does not let us.
+        OSError: The kernel does not support ring buffers (before 5.8), or does not allow it.
     """
 
     def __init__(self, record_bytes: int, size: int) -> None:
@@ -451,8 +448,8 @@ class Ring:
         self._size = size
         self.map = Map(MapKind.RING, 0, 0, size)
         page = mmap.PAGESIZE
-        # One page for us to say how far we have read, one for the kernel to say how far it has
-        # written, and the data twice in a row, so that no record is cut at the end.
+        # One page with our read position, one with the kernel's write position, and the data mapped
+        # twice in a row, so that no record is split at the end.
         self._read_to = mmap.mmap(self.map.descriptor, page, mmap.MAP_SHARED)
         self._written = mmap.mmap(
             self.map.descriptor, page + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=page
@@ -460,11 +457,11 @@ class Ring:
         self._position = 0
 
     def take(self) -> bytes:
-        """The records that are complete, one after the other, without what stands between them."""
+        """Returns the complete records, concatenated, without the ring's headers."""
         (written,) = _POSITION.unpack_from(self._written, 0)
-        # The kernel marks a record as unfinished before it moves `written` on. Between the two
-        # reads here lie thousands of instructions of the interpreter, more than any processor holds
-        # back: no barrier is needed.
+        # The kernel marks a record as unfinished before it advances `written`. Thousands of
+        # interpreter instructions separate the two reads here, more than any CPU reorders: no
+        # barrier is needed.
         number = (written - self._position) // self._stride
         start = mmap.PAGESIZE + self._position % self._size
         view = memoryview(self._written)[start : start + number * self._stride]
@@ -483,7 +480,7 @@ class Ring:
         )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Unmap and close it."""
         self._read_to.close()
         self._written.close()
         self.map.close()

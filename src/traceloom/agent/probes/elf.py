@@ -1,6 +1,7 @@
-"""ELF symbols, memory maps of a process, names of addresses, uprobes.
+"""ELF symbols, memory maps of a process, and uprobes.
 
-bounded. Files are read, not mapped: one that is cut meanwhile must not end the agent.
+All files are untrusted, so reading is bounded. They are read, not mapped: a file that is truncated
+meanwhile must not end the agent.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Segment(NamedTuple):
 
 
 class SymbolTable(NamedTuple):
-    """Where symbols and their names lie in the file."""
+    """Location of symbols and their names in the file."""
 
     offset: int
     size: int
@@ -49,7 +50,7 @@ class SymbolTable(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A function: its name as the linker has it, where it is loaded, where it lies in the file."""
+    """A function: its symbol, its address when loaded, its offset in the file."""
 
     name: str
     address: int
@@ -57,13 +58,13 @@ class Function(NamedTuple):
 
 
 class Elf:
-    """An ELF file of 64 bits, little endian.
+    """A 64-bit little-endian ELF file.
 
     Args:
-        descriptor: The open file; it stays the caller's.
+        descriptor: The open file, which the caller closes.
 
     Raises:
-        OSError: It cannot be read, or is something else.
+        OSError: It cannot be read, or is not such a file.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -102,7 +103,7 @@ class Elf:
         rows = list(
             _SECTION.iter_unpack(self._whole(sections, min(number, _MOST_SECTIONS) * _SECTION.size))
         )
-        self.tables: list[SymbolTable] = []  # that of exported functions first
+        self.tables: list[SymbolTable] = []  # the one of exported functions first
         for kind in (_DYNAMIC_SYMBOLS, _SYMBOLS):
             for _, section_kind, _, _, offset, size, link, _, _, entry_size in rows:
                 if (
@@ -117,7 +118,7 @@ class Elf:
                     self.tables.append(table)
 
     def find(self, beginning: str, kind: int = _FUNCTION) -> Function | None:
-        """The first function whose name begins so; exported ones come before others."""
+        """Returns the first function whose name has the prefix; exported ones come first."""
         word = beginning.encode()
         for table in self.tables:
             for name in self._occurrences(
@@ -136,12 +137,12 @@ class Elf:
         return None
 
     def find_data(self, name: str) -> int | None:
-        """The address of an object with this name."""
+        """Returns the address of the object with this name."""
         data = self.find(f"{name}\0", _OBJECT)
         return None if data is None else data.address
 
     def name(self, table: SymbolTable, position: int) -> str:
-        """The name at a position of a table's names."""
+        """Returns the name at a position of a table's string table."""
         length = max(min(_MAX_NAME_BYTES, table.names_size - position), 0)
         return (
             self._read(table.names_offset + position, length)
@@ -150,30 +151,32 @@ class Elf:
         )
 
     def offset_of(self, address: int) -> int | None:
-        """Where the byte that is loaded at an address lies in the file."""
+        """Returns the file offset of the byte that is loaded at an address."""
         for segment in self.segments:
             if segment.address <= address < segment.address + segment.size:
                 return address - segment.address + segment.offset
         return None
 
     def address_of(self, offset: int) -> int | None:
-        """At which address the byte at an offset of the file is loaded."""
+        """Returns the address at which the byte at a file offset is loaded."""
         for segment in self.segments:
             if segment.offset <= offset < segment.offset + segment.size:
                 return offset - segment.offset + segment.address
         return None
 
     def at(self, address: int, size: int) -> bytes:
-        """The bytes that are loaded at an address; fewer, or none, where the file has no more."""
+        """Returns the bytes that are loaded at an address; fewer, or none, at the end of the
+        file.
+        """
         offset = self.offset_of(address)
         return b"" if offset is None else self._read(offset, size)
 
     def bytes_of(self, table: SymbolTable) -> bytes:
-        """The rows of a table."""
+        """Returns the entries of a table."""
         return self._read(table.offset, min(table.size, _MAX_TABLE_BYTES))
 
     def _occurrences(self, offset: int, size: int, word: bytes) -> Iterator[int]:
-        """Where a word stands in a part of the file, counted from the part's start."""
+        """Yields the positions of a word in a part of the file, relative to the part's start."""
         start, tail = 0, b""
         while start < size:
             chunk = self._read(offset + start, min(_CHUNK_BYTES, size - start))
@@ -210,7 +213,7 @@ _LINE = re.compile(
 
 
 class Mapping(NamedTuple):
-    """A part of a file in a process's memory."""
+    """A part of a file that is mapped into a process's memory."""
 
     start: int
     end: int
@@ -221,10 +224,10 @@ class Mapping(NamedTuple):
 
 
 def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
-    """The files that a process has mapped, by address.
+    """Returns the files that a process has mapped, by address.
 
     Raises:
-        OSError: It has ended, or is not ours to look at.
+        OSError: It has ended, or access is denied.
     """
     return [
         Mapping(
@@ -242,13 +245,13 @@ def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
 
 
 def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> int:
-    """Open the file of a mapping, where the kernel lets us also one that was replaced or removed
-    since; the descriptor.
+    """Open the file of a mapping, if permitted even one that was replaced or removed since; returns
+    its descriptor.
 
     Raises:
-        OSError: It is gone, cannot be read, or another file lies there now.
+        OSError: It is gone, cannot be read, or another file is at its path now.
     """
-    # A process may put a pipe there, which would wait for a writer, or a link to what it may not
+    # A process may put a pipe there, whose opening would block, or a link to a file that it may not
     # read itself.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -257,7 +260,7 @@ def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> i
         )
     except OSError:
         mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
-        try:  # whatever lies at its path: the kernel leads to the file itself
+        try:  # map_files leads to the mapped file itself, whatever is at its path now
             return _check_same_file(os.open(mapped, flags), mapping)
         except OSError:
             pass
@@ -278,10 +281,10 @@ class Uprobes:
 
     Args:
         descriptor: The open file; it is closed with the probes.
-        process: Of this process alone.
+        process: In this process only.
 
     Raises:
-        OSError: The file is no library.
+        OSError: The file is not a library.
     """
 
     def __init__(self, descriptor: int, process: int | None = None) -> None:
@@ -295,7 +298,7 @@ class Uprobes:
             raise
 
     def find(self, beginning: str) -> Function:
-        """The function whose name begins so.
+        """Returns the function whose name has the prefix.
 
         Raises:
             OSError: There is none.
@@ -306,12 +309,12 @@ class Uprobes:
         return function
 
     def attach(self, function: Function, program: int, *, at_return: bool = False) -> None:
-        """Run a program whenever the function is entered, or left.
+        """Run a program at each entry, or return, of the function.
 
         Raises:
-            OSError: The kernel does not let us.
+            OSError: The kernel does not allow it.
         """
-        # Of the very file that was looked into, whatever lies at its path now.
+        # The file that was examined, whatever is at its path now.
         path = f"/proc/self/fd/{self._descriptor}"
         self._probes.append(
             attach_program(
@@ -320,7 +323,7 @@ class Uprobes:
         )
 
     def close(self) -> None:
-        """Take the probes away."""
+        """Remove the probes."""
         for probe in (*self._probes, self._descriptor):
             os.close(probe)
         self._probes = []

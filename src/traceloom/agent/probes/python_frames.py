@@ -1,9 +1,9 @@
-"""Frames of Python in a process, read from outside: where each thread's newest frame is, and what a
-frame says.
+"""Python frames of a process, read from outside: the location of each thread's newest frame, and
+the code of a frame.
 
-CPython 3.11 to 3.13, which keep frames in one way; from 3.13 on the interpreter says itself where
-its fields lie. All that is read is a stranger's: it is bounded, and what is not as it should be is
-no frame.
+Supports CPython 3.11 to 3.13, which store frames alike; from 3.13 on the interpreter publishes the
+offsets of its fields. All data is untrusted: reading is bounded, and inconsistent data is not
+treated as a frame.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from traceloom.agent.probes.elf import Elf, Mapping, open_mapped, read_mappings
 
 EVAL_FUNCTION = "_PyEval_EvalFrameDefault\0"
-FRAME_BYTES = 64  # of a frame in which all that is needed lies
+FRAME_BYTES = 64  # size of the part of a frame that has all needed fields
 _MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
 _MAX_LINE = (1 << 31) - 1
 _MAX_TRIES = 8
@@ -30,11 +30,11 @@ _COOKIE = b"xdebugpy"
 
 
 class InterpreterLayout(NamedTuple):
-    """Where fields lie in the interpreter's structures.
+    """Offsets of fields in the interpreter's structures.
 
     Attributes:
         newest: Of a thread's newest frame in its state, or of the structure that has it.
-        newest_behind: In that structure; None where there is none.
+        newest_behind: In that structure; None if there is none.
     """
 
     interpreters: int
@@ -60,8 +60,7 @@ class InterpreterLayout(NamedTuple):
     bytes_content: int
 
 
-# As compilers lay out the structures of its headers, on 64 bits; they do not change within a minor
-# version.
+# Layout of the structures in its headers on 64 bits, which is stable within a minor version.
 _LAYOUTS = {
     (3, 11): InterpreterLayout(
         40, 0, 16, 8, 160, 56, 8, 32, 48, 56, 112, 120, 136, 72, 184, 16, 32, 48, 72, 16, 32
@@ -70,7 +69,7 @@ _LAYOUTS = {
         40, 0, 72, 8, 144, 56, 0, 0, 8, 56, 112, 120, 136, 68, 192, 16, 32, 40, 56, 16, 32
     ),
 }
-# Of 3.13: which of the numbers after the cookie (`_Py_DebugOffsets`) they are.
+# 3.13: positions of the fields among the numbers after the cookie of `_Py_DebugOffsets`.
 _OFFSETS = struct.Struct("<8s96Q")
 _NUMBERS_3_13 = {
     "interpreters": 5,
@@ -91,7 +90,7 @@ _NUMBERS_3_13 = {
 
 
 class PythonThread(NamedTuple):
-    """A thread: the address of its state, and its number in its container."""
+    """A thread: the address of its state, and its id in its container."""
 
     state: int
     number: int
@@ -101,12 +100,12 @@ class PythonFrames:
     """The interpreter of a process.
 
     Raises:
-        OSError: The process runs no Python that is known here, or is not ours to look into.
+        OSError: The process runs no supported Python, or access is denied.
     """
 
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
         self._process, self._proc = process, proc
-        self._inner: dict[int, int] = {}  # numbers of threads in their container
+        self._inner: dict[int, int] = {}  # thread id -> its id in its container
         self._descriptions: dict[tuple[int, int], tuple[str, str, int] | None] = {}
         self.file, elf, bias = self._interpreter()
         runtime, version, code_type = (
@@ -127,8 +126,8 @@ class PythonFrames:
         self._same_numbers = namespaces[0] == namespaces[1]
 
     def threads(self) -> dict[int, PythonThread | None]:
-        """Its threads by their numbers for the kernel; None where one is none of Python, or that
-        could not be made out.
+        """Returns its threads by their kernel ids; None if a thread is not one of Python, or is
+        unknown.
 
         Raises:
             OSError: The process has ended, or its threads changed faster than they were read.
@@ -158,7 +157,7 @@ class PythonFrames:
         return result
 
     def _states(self) -> dict[int, int]:
-        """By the number of a thread in its container the address of its state."""
+        """Returns the address of a thread's state by its id in its container."""
         layout = self.layout
         result: dict[int, int] = {}
         interpreters = self._chain(
@@ -168,8 +167,8 @@ class PythonFrames:
         )
         remaining = _MOST_THREADS
         for interpreter in interpreters:
-            # The newest comes first. It has the number of its maker at first, whose own state comes
-            # later, and counts.
+            # The newest comes first. At first it has the id of the thread that created it, whose
+            # own state comes later and takes precedence.
             for state in self._chain(
                 self._number(interpreter + layout.threads), layout.thread_next, remaining
             ):
@@ -178,7 +177,7 @@ class PythonFrames:
         return result
 
     def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
-        """The function, file and line of a frame; None where that is no frame of Python."""
+        """Returns the function, file and line of a frame; None if it is not a Python frame."""
         key = (code, instruction)
         if key not in self._descriptions:
             self._descriptions[key] = None
@@ -187,7 +186,7 @@ class PythonFrames:
         return self._descriptions[key]
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the process's memory."""
         os.close(self._memory)
 
     def _described(self, code: int, instruction: int) -> tuple[str, str, int] | None:
@@ -199,7 +198,7 @@ class PythonFrames:
             self._text(self._number(code + layout.file)),
         )
         if file == "<shim>" or name.startswith("<interpreter"):
-            return None  # the interpreter's own, where C calls Python
+            return None  # the interpreter's entry frame, where C calls Python
         table = self._number(code + layout.lines)
         size = self._number(table + layout.bytes_size)
         if size > _MAX_TABLE_BYTES:
@@ -210,7 +209,7 @@ class PythonFrames:
         return name, file, max(1, min(find_line(lines, first_line, unit) or first_line, _MAX_LINE))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
-        """The file with the interpreter, and where it is loaded beyond the addresses that it names."""
+        """Returns the file with the interpreter, and its load offset."""
         seen_inodes = set()
         for mapping in read_mappings(self._process, self._proc):
             if mapping.inode in seen_inodes or not mapping.path.rpartition("/")[2].startswith(
@@ -285,7 +284,7 @@ class PythonFrames:
 
 
 def find_line(table: bytes, first_line: int, unit: int) -> int:
-    """The line of an instruction, which is so many units of two bytes behind the first (PEP 626);
+    """Returns the line of an instruction, an index of two-byte units from the first one (PEP 626);
     0: it has none.
     """
     at, line, units = 0, first_line, 0

@@ -1,4 +1,4 @@
-"""Allocations and launches of one process, recorded by probes into a file; runs in a worker."""
+"""Records allocations and launches of one process by probes, into a file; runs in a worker."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from traceloom.agent.probes.python_frames import PythonFrames
 from traceloom.agent.probes.steps import LOADER, StepProbes
 from traceloom.agent.probes.symbols import Symbols
 
-_RING_POLL_S = 0.02  # the ring holds what comes in it
+_RING_POLL_S = 0.02  # the ring has room for the records of this time
 _LIBRARY_REFRESH_S = 1.0
 _MAX_RECORDS = 3_000_000
 _MAX_DURATION_S = 3600.0
 _BATCH_ROWS = 10_000
 _MAX_PLAUSIBLE_VALUE = 1 << 62  # bytes and addresses
-# c10::DeviceType by number
+# c10::DeviceType by value
 _DEVICE_TYPES = {
     0: "cpu",
     1: "cuda",
@@ -64,7 +64,7 @@ _CUDA_MEMORY, _PINNED_MEMORY = "cuda", "pinned"
 
 
 class RecordingSpec(msgspec.Struct, frozen=True):
-    """What is to be recorded: of which process (as it began), when (`Window`), into which file."""
+    """The process to record (with its start time), the window (see `Window`), and the file."""
 
     pid: int
     start_ticks: int
@@ -76,9 +76,7 @@ class RecordingSpec(msgspec.Struct, frozen=True):
 
 
 class _MemoryFunction(NamedTuple):
-    """A function that allocates or frees: of which library (how its file's name begins), and on
-    what.
-    """
+    """A function that allocates or frees: the prefix of its library's file name, and the device."""
 
     library: str
     device: str
@@ -95,7 +93,7 @@ _GPU_LIBRARIES = (
     _CUDA_RUNTIME_LIBRARY,
     _CUDA_DRIVER_LIBRARY,
     _HIP_LIBRARY,
-)  # what they call of each other, nobody else has called
+)  # their calls of each other are internal
 
 
 def _define_allocators(library: str, device: str, *names: str) -> Iterator[_MemoryFunction]:
@@ -111,8 +109,8 @@ def _define_frees(library: str, device: str, *names: str) -> Iterator[_MemoryFun
         )
 
 
-# Of a C++ function the name tells its arguments' types: another signature is another name, and is
-# not found.
+# The symbol of a C++ function includes its arguments' types, so that a changed signature is not
+# found instead of being misread.
 _MEMORY_FUNCTIONS = (
     _MemoryFunction(
         "libc10.so",
@@ -162,8 +160,7 @@ _MEMORY_FUNCTIONS = (
     *_define_frees(_HIP_LIBRARY, "hip", "hipFree", "hipFreeAsync"),
 )
 
-# Values of a launch: the function, or the graph; x and y of the grid, z; x and y of the block, z;
-# the stream.
+# Values of a launch: function or graph; x and y of the grid, z; x and y of the block, z; stream.
 _RUNTIME_LAUNCH_VALUES = {  # dim3 in two registers: x and y, then z
     "x86_64": (
         CallValue(argument=0),
@@ -223,8 +220,8 @@ _WAIT_FUNCTIONS = {
 class _LaunchFunction(NamedTuple):
     """A function that launches, or waits.
 
-    `kind`: `function` has an address in value 0, `handle` one of the driver's, `graph` has none and
-    its stream next.
+    `kind`: `function` has an address in value 0, `handle` a handle of the driver; `graph` has
+    neither, and its stream follows.
     """
 
     library: str
@@ -279,7 +276,7 @@ def _list_launches() -> tuple[_LaunchFunction, ...]:
 
 
 class _Recording(NamedTuple):
-    """Records by time, and what is needed to read them.
+    """Records by time, and the data to interpret them.
 
     `offset_ns`: wall clock - monotonic clock.
     """
@@ -290,16 +287,16 @@ class _Recording(NamedTuple):
     stacks: CallStacks
     python: PythonFrames | None
     counts: dict[str, Any]
-    """How many calls were lost, how many have no stack as they came too quickly; why no frame of
-    Python is in them.
+    """Number of lost calls, number of calls without a stack because of the rate limit; and why
+    there are no Python frames.
     """
 
 
 def record_allocations(order: dict[str, Any]) -> list[str]:
-    """Record who allocates and frees, with stacks: `traceloom-allocations`.
+    """Record allocations and frees with stacks: `traceloom-allocations`.
 
     Raises:
-        OSError: The process has ended, has no such functions, or the kernel does not let us.
+        OSError: The process has ended, has no such functions, or the kernel does not allow it.
     """
     probed_calls = [(memory.library, memory.call) for memory in _MEMORY_FUNCTIONS]
     spec = msgspec.convert(order, RecordingSpec)
@@ -315,19 +312,19 @@ def record_allocations(order: dict[str, Any]) -> list[str]:
                 address, size, allocated, reserved, kind, _ = values
                 size -= (size >> 63) << 64
                 if kind & 0xFF == 0:
-                    continue  # seen where it is allocated
+                    continue  # recorded at its allocation
                 device = f"{_DEVICE_TYPES.get(kind & 0xFF, 'other')}:{kind >> 8 & 0x7F}"
                 totals = (allocated, reserved)
             elif _MEMORY_FUNCTIONS[number].is_free:
                 address = values[0]
                 size = -live_sizes.pop((device, address), 0)
                 if not size:
-                    continue  # allocated before, or by a function that is not watched
+                    continue  # allocated before, or by a function that is not probed
             else:
                 size, address = values[0], values[4]
                 live_sizes[device, address] = size
             if address >= _MAX_PLAUSIBLE_VALUE or size >= _MAX_PLAUSIBLE_VALUE:
-                continue  # no allocator gives these: the process made them up
+                continue  # no allocator returns these: the process has forged them
             row = stacks.number(number, stack) if size > 0 else -1
             yield (
                 time_ns + recording.offset_ns,
@@ -349,11 +346,11 @@ def record_allocations(order: dict[str, Any]) -> list[str]:
 
 
 def record_launches(order: dict[str, Any]) -> list[str]:
-    """Record launches of kernels and graphs, and how long the host waited for devices:
+    """Record launches of kernels and graphs, and the time that the host waited for devices:
     `traceloom-launches`.
 
     Raises:
-        OSError: The process has ended, has no such functions, or the kernel does not let us.
+        OSError: The process has ended, has no such functions, or the kernel does not allow it.
     """
     launch_functions = _list_launches()
     probed_calls = [(launch.library, launch.call) for launch in launch_functions]
@@ -420,11 +417,11 @@ def record_launches(order: dict[str, Any]) -> list[str]:
 def _record_calls(
     probed_calls: Sequence[tuple[str, ProbedCall]], spec: RecordingSpec
 ) -> _Recording:
-    """Probe the process for as long as is asked.
+    """Probe the process for the window.
 
-    Nothing is closed here: the worker ends after its task, and the kernel takes each probe away.
-    That waits for all processors, a tenth of a second and more for each of some thirty probes, and
-    the result need not wait for it.
+    Nothing is closed here: the worker ends after its task, and the kernel removes the probes. Each
+    of some thirty probes takes a tenth of a second or more, as it waits for all CPUs, and the
+    result need not wait for that.
     """
     reason, hint = explain_unsupported()
     if reason:
@@ -451,7 +448,7 @@ def _record_calls(
         raise OSError(
             errno.ENOENT, f"the process has none of the functions that are watched (of {names})"
         )
-    start_ns = max(spec.start_ns - offset_ns, time.monotonic_ns())  # when all of them are watched
+    start_ns = max(spec.start_ns - offset_ns, time.monotonic_ns())  # when all probes are attached
     chunks: list[bytes] = []
     kept_bytes, dropped_records, refreshed_at = 0, 0, time.monotonic()
     lost_before, stackless_before = probes.lost(), stacks.refused()
@@ -472,7 +469,7 @@ def _record_calls(
         else:
             chunks.append(chunk)
             kept_bytes += len(chunk)
-        # The step that runs when it begins is none of them.
+        # The step in progress at the start does not count.
         if steps is not None and count_steps is not None and count_steps() - steps_before > steps:
             end_ns = time.monotonic_ns()
             break
@@ -481,7 +478,7 @@ def _record_calls(
             and _identify_process(pid) == identity
         ):
             refreshed_at = time.monotonic()
-            with contextlib.suppress(OSError):  # it has ended, which is seen above
+            with contextlib.suppress(OSError):  # it has ended, which is detected above
                 symbols.look()
                 libraries.attach()
     counts = {
@@ -500,7 +497,7 @@ def _record_calls(
 
 
 def _iterate_records(chunks: list[bytes], start_ns: int, end_ns: int) -> Iterator[tuple[int, ...]]:
-    """The records of a window by time; few of them are ever unpacked at once."""
+    """Yields the records of a window by time; few of them are unpacked at once."""
     import numpy as np
 
     content = b"".join(chunks)
@@ -514,9 +511,7 @@ def _iterate_records(chunks: list[bytes], start_ns: int, end_ns: int) -> Iterato
 
 
 class _LibraryProbes:
-    """The libraries of the process whose functions are watched, once per file; also those that it
-    loads later.
-    """
+    """Probes of the process's libraries, once per file; also of those loaded later."""
 
     def __init__(
         self, probes: CallProbes, pid: int, probed_calls: Sequence[tuple[str, ProbedCall]]
@@ -525,10 +520,10 @@ class _LibraryProbes:
         self._seen_files: set[tuple[int, str]] = set()
 
     def attach(self) -> list[int]:
-        """Watch what is new.
+        """Probe new libraries.
 
         Raises:
-            OSError: The process has ended, or the kernel does not let us.
+            OSError: The process has ended, or the kernel does not allow it.
         """
         attached: list[int] = []
         new: dict[tuple[int, str], Mapping] = {}
@@ -552,7 +547,7 @@ class _LibraryProbes:
 
 
 def _create_step_counter(pid: int) -> Callable[[], int]:
-    """A function that gives how many steps the process has taken."""
+    """Returns a function that returns the number of steps of the process so far."""
     library = next(
         (mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")),
         None,
@@ -576,7 +571,9 @@ _Frame = tuple[str, str, int]
 
 
 class _StackTable:
-    """Stacks as numbers of frames, each once. A frame: function, file, line; 0: of a library."""
+    """Deduplicated stacks as numbers of frames. A frame: function, file, line; line 0: of a
+    library.
+    """
 
     def __init__(self, recording: _Recording, calls: Sequence[ProbedCall]) -> None:
         self.frames: dict[_Frame, int] = {}
@@ -586,7 +583,7 @@ class _StackTable:
         self._indices_by_call: dict[tuple[int, int], int] = {}
 
     def number(self, call: int, stack: int) -> int:
-        """The number of the stack of a call; -1 where none was taken."""
+        """Returns the number of the stack of a call; -1 if it has none."""
         key = (call, stack)
         if key in self._indices_by_call:
             return self._indices_by_call[key]
@@ -598,10 +595,8 @@ class _StackTable:
         frames: list[_Frame] = [(symbols.plain(self._calls[call].beginning.rstrip("\0")), "", 0)]
         for address in call_stack.native:
             if python is not None and call_stack.python and symbols.lies_in(address, python.file):
-                break  # its functions stand for those of Python, which follow
-            frames.append(
-                (*symbols.name(address - 1), 0)
-            )  # the call is before the address that it returns to
+                break  # the interpreter's functions are replaced by the Python frames that follow
+            frames.append((*symbols.name(address - 1), 0))  # the call is before the return address
         if python is not None:
             frames += [
                 frame
@@ -616,13 +611,13 @@ class _StackTable:
         return self._indices_by_call[key]
 
     def frame(self, frame: _Frame) -> int:
-        """The number of a frame."""
+        """Returns the number of a frame."""
         return self.frames.setdefault(frame, len(self.frames))
 
 
 def _identify_process(pid: int) -> tuple[int, int] | None:
-    """When a process began, in ticks since boot, and where its stack does, which is elsewhere in
-    each program that it executes; None of one that has ended.
+    """Returns a process's start time in ticks since boot, and the start of its stack, which differs
+    for each program that it executes; None if it has ended.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -634,7 +629,7 @@ def _identify_process(pid: int) -> tuple[int, int] | None:
 def _write_recording(
     spec: RecordingSpec, format_name: str, lists: dict[str, Iterable[Any]], counts: dict[str, Any]
 ) -> None:
-    """Write a document, list by list and row by row, so that it is never held as a whole."""
+    """Write a document, list by list and row by row, so that it is never in memory as a whole."""
     from isal import igzip
 
     document = {"format": format_name, "version": 1, "pid": spec.pid, "rank": spec.rank}

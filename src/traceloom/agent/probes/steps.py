@@ -1,9 +1,9 @@
 """Steps and loader waits of every PyTorch process, counted in the kernel.
 
 PyTorch calls `record_function_enter_new(name)` around an optimizer's step, around a data loader's
-next batch and at `profiler.step()`, whether a profiler runs or not. What is counted here is the
-time between two such calls of a process, and how long a loader's call took. The processes
-themselves are not changed.
+next batch and at `profiler.step()`, whether a profiler runs or not. The time between two such calls
+of a process, and the duration of a loader's call, are counted here. The processes themselves are
+not changed.
 """
 
 from __future__ import annotations
@@ -37,31 +37,29 @@ BOUNDS = METRICS["step_seconds"].bounds
 PROFILER_STEP, OPTIMIZER_STEP, LOADER = range(3)
 
 _ENTER = "_ZN5torch8autograd8profiler25record_function_enter_newE"
-_EXIT = (
-    "_ZN5torch8autograd8profilerL24record_function_exit_newE"  # in the table of all symbols alone
-)
-# How it begins in PyTorch's own builds: two instructions and a jump, which the kernel does itself
-# where a probe lies. For others it has the processor make a single step, which in a virtual machine
-# takes thirty times as long.
+_EXIT = "_ZN5torch8autograd8profilerL24record_function_exit_newE"  # not exported
+# Its first instructions in PyTorch's own builds, two instructions and a jump. The kernel emulates
+# the jump under a probe; other instructions are single-stepped, which takes thirty times as long in
+# a virtual machine.
 _BEFORE_JUMP, _JUMP = bytes.fromhex("48 8b 3f 48 83 c7 10"), b"\xe9"
 _MAX_MARKS = 4096
 _MAX_WAITING = 16384  # threads that wait for a loader
 _NAME_BYTES = 64
-# Two containers with the same image may show one library as two files, each with its probes: the
-# same call comes twice.
+# Two containers with the same image may show one library as two files, each with probes, so that
+# the same call is seen twice.
 _DUPLICATE_NS = 20_000
-_KEY = struct.Struct("<IIQ")  # process, kind of mark, which of its kind
+_KEY = struct.Struct("<IIQ")  # process, kind of mark, id within its kind
 _COUNTED = struct.Struct(f"<QQQQ{len(BOUNDS) + 1}Q")
 _NUMBER, _TOTAL, _FIRST, _LAST, _BUCKETS = 0, 8, 16, 24, 32
-_WAIT = struct.Struct("<QQ")  # since when, how many calls deep
+_WAIT = struct.Struct("<QQ")  # start time, depth of nested calls
 
 
 class StepMark(NamedTuple):
     """Calls of one name in one process. Times: monotonic clock of the host, ns.
 
-    `number` durations took `total_ns`; `buckets` has how many are at most each bound of
-    `step_seconds`, not cumulated, the last those beyond. A duration of steps lasts from one call to
-    the next, of a loader as long as the call.
+    `number` durations took `total_ns`; `buckets` has the number at most each bound of
+    `step_seconds`, not cumulative, the last those beyond. A duration of steps is from one call to
+    the next, of a loader the length of the call.
     """
 
     number: int
@@ -72,10 +70,10 @@ class StepMark(NamedTuple):
 
 
 class StepProbes:
-    """The programs, and what they have counted.
+    """The eBPF programs, and their counts.
 
     Raises:
-        OSError: The kernel does not have them, or does not let us.
+        OSError: The kernel does not support it, or does not allow it.
     """
 
     def __init__(self) -> None:
@@ -89,10 +87,10 @@ class StepProbes:
         """Count in all processes that map this library, or in one.
 
         Returns:
-            The probes, and why there are none of loader waits, "" where there are.
+            The probes, and why loader waits are not measured, "" if they are.
 
         Raises:
-            OSError: It has no such function, or the kernel does not let us.
+            OSError: It has no such function, or the kernel does not allow it.
         """
         probes = Uprobes(descriptor, process)
         try:
@@ -112,7 +110,7 @@ class StepProbes:
         return probes, ""
 
     def marks(self) -> dict[int, dict[tuple[int, int], StepMark]]:
-        """By process: (kind, which of its kind) -> what was counted."""
+        """Returns the counts by process: (kind, id within its kind) -> mark."""
         result: dict[int, dict[tuple[int, int], StepMark]] = {}
         for key in self._marks.keys():  # noqa: SIM118  (it is no dict)
             value = self._marks.get(key)
@@ -125,29 +123,31 @@ class StepProbes:
         return result
 
     def forget(self, process: int) -> None:
-        """Drop what a process left."""
+        """Remove the counts of a process."""
         for key in list(self._marks.keys()):
             if _KEY.unpack(key)[0] == process:
                 self._marks.remove(key)
 
     def lost(self) -> int:
-        """Calls that could not be counted, because too many processes have marks."""
+        """Returns the number of calls that were not counted, because too many processes have
+        marks.
+        """
         (number,) = struct.unpack("<Q", self._lost.get(bytes(4)) or bytes(8))
         return int(number)
 
     def close(self) -> None:
-        """Let go of everything; probes that are attached are the caller's."""
+        """Close everything but attached probes, which the caller closes."""
         for resource in (self._marks, self._waiting, self._lost):
             resource.close()
         os.close(self._enter)
         os.close(self._exit)
 
     def _entering(self) -> ProbeProgram:
-        """record_function_enter_new(const std::string& name, ...) begins."""
+        """The program for the entry of record_function_enter_new(const std::string& name, ...)."""
         name, pointer, thread, wait = -_NAME_BYTES, -72, -80, -96
         program = ProbeProgram()
         program.do(R6, "=", R1)
-        # A std::string begins with the address of its text, which ends with 0, in both ABIs of
+        # A std::string starts with the address of its null-terminated text in both ABIs of
         # libstdc++.
         program.load(R3, R6, get_architecture().arguments[get_architecture().hidden_result])
         program.read_user(pointer, 8)
@@ -170,12 +170,12 @@ class StepProbes:
         program.label("no loader")
         program.on_map(Helper.MAP_LOOKUP, self._waiting.descriptor, thread)
         program.jump_if(R0, "==", 0, "not waiting")
-        program.load(R1, R0, 8)  # a range within the loader's: its end is not the loader's
+        program.load(R1, R0, 8)  # a range nested in the loader's: count the depth
         program.do(R1, "+=", 1)
         program.store(R0, 8, R1)
         program.label("not waiting")
         _skip_unless_prefix(program, name, b"Optimizer.step#", "no optimizer")
-        program.do(R9, "=", 0)  # which optimizer: a sum over its name
+        program.do(R9, "=", 0)  # id of the optimizer: a checksum of its name
         for position in range(name + 8, 0, 8):
             program.load(R1, R10, position)
             program.do(R9, "*=", 31)
@@ -193,7 +193,7 @@ class StepProbes:
         return program
 
     def _leaving(self) -> ProbeProgram:
-        """record_function_exit_new begins."""
+        """The program for the entry of record_function_exit_new."""
         thread = -80
         program = ProbeProgram()
         program.call(Helper.PROCESS_AND_THREAD)
@@ -217,8 +217,8 @@ class StepProbes:
         return program
 
     def _count(self, program: ProbeProgram, *, since_last: bool) -> None:
-        """Count for the mark (process of R7, kind R2, which R9) at R8: since the last one, or since
-        R6.
+        """Count for the mark (process of R7, kind R2, id R9) at time R8: the duration since the
+        last one, or since R6.
         """
         key, fresh, zero = -112, -112 - _COUNTED.size, -120 - _COUNTED.size
         program.do(R7, ">>=", 32)
@@ -267,7 +267,7 @@ class StepProbes:
 
 
 def _skip_unless_prefix(program: ProbeProgram, position: int, word: bytes, to: str) -> None:
-    """Go on at the label unless the text on the stack begins with a word of 9 to 16 bytes."""
+    """Jump to the label unless the text on the stack starts with a word of 9 to 16 bytes."""
     for start in (0, 8):
         part = word[start : start + 8]
         program.load(R1, R10, position + start)

@@ -1,6 +1,6 @@
-"""Names of the functions that addresses of a process lie in.
+"""Names of the functions at addresses of a process.
 
-Runs in a worker: it reads whole symbol tables.
+Runs in a worker, as it reads whole symbol tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from traceloom.agent.probes.elf import Elf, Mapping, SymbolTable, open_mapped, r
 from traceloom.agent.probes.unwinding import END_RULE, UnwindRule, find_unwind_rule
 
 _MAX_FILES = 1024
-_MAX_NAME_CHARS = 1000  # letters; those of templates may be longer than anybody reads
+_MAX_NAME_CHARS = 1000  # names of templates may be much longer
 _FUNCTION_SYMBOL = 2
 
 
@@ -31,19 +31,21 @@ class _Functions(NamedTuple):
 
 
 class _MappedFile:
-    """A file that a process has mapped, kept open: it may be gone when its names are asked for."""
+    """A file that a process has mapped, kept open: it may be deleted before its names are
+    needed.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.elf = Elf(descriptor)
         self._tables: list[_Functions] | None = None
 
     def name(self, offset: int) -> str:
-        """The function at an offset of the file; "" where none is known."""
+        """Returns the function at an offset of the file; "" if unknown."""
         address = self.elf.address_of(offset)
         if address is None:
             return ""
         if self._tables is None:
-            # The table of all symbols knows more than that of the exported ones.
+            # The full symbol table has more functions than that of the exported ones.
             self._tables = [_read_functions(self.elf, table) for table in reversed(self.elf.tables)]
         for functions in self._tables:
             index = int(functions.addresses.searchsorted(address, "right")) - 1
@@ -57,7 +59,7 @@ class Symbols:
 
     Args:
         process: Its pid.
-        proc: Where /proc is mounted.
+        proc: Mount point of /proc.
     """
 
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
@@ -68,15 +70,15 @@ class Symbols:
         self._demangle = _load_demangler()
 
     def look(self) -> None:
-        """Take what the process has mapped now.
+        """Update the mappings of the process.
 
         Raises:
-            OSError: It has ended; what was taken before is kept.
+            OSError: It has ended; earlier mappings are kept.
         """
         now = [
             mapping for mapping in read_mappings(self._process, self._proc) if mapping.executable
         ]
-        self._mappings = now or self._mappings  # one that has just ended has no mappings left
+        self._mappings = now or self._mappings  # a process that has just ended has no mappings
         for mapping in self._mappings:
             key = (mapping.inode, mapping.path)
             if key in self._files or len(self._files) >= _MAX_FILES:
@@ -84,7 +86,7 @@ class Symbols:
             self._files[key] = None
             with contextlib.suppress(
                 OSError
-            ):  # deleted, or no ELF file: its functions have no names
+            ):  # deleted, or not an ELF file: its functions stay unnamed
                 descriptor = open_mapped(self._process, mapping, self._proc)
                 try:
                     self._files[key] = _MappedFile(descriptor)
@@ -92,7 +94,7 @@ class Symbols:
                     os.close(descriptor)
 
     def name(self, address: int) -> tuple[str, str]:
-        """The function at an address and the name of its library; where it has no name,
+        """Returns the function at an address and the name of its library; an unnamed one is
         `library+0x12`.
         """
         if address not in self._names:
@@ -109,7 +111,7 @@ class Symbols:
         return self._names[address]
 
     def rule(self, address: int) -> UnwindRule:
-        """The way from an instruction to the caller of its function."""
+        """Returns the unwind rule of an instruction."""
         file, offset = self._file_of(address)
         file_address = file.elf.address_of(offset) if file is not None else None
         return (
@@ -119,12 +121,12 @@ class Symbols:
         )
 
     def lies_in(self, address: int, other: Mapping) -> bool:
-        """Whether an address is one of the file of a mapping."""
+        """Whether an address belongs to the file of a mapping."""
         mapping = self._mapping_of(address)
         return mapping is not None and (mapping.inode, mapping.path) == (other.inode, other.path)
 
     def plain(self, name: str) -> str:
-        """A name of C++ as it is written in its source."""
+        """Returns a C++ name as it is written in source."""
         return self._demangle(name)[:_MAX_NAME_CHARS]
 
     def _mapping_of(self, address: int) -> Mapping | None:
@@ -132,7 +134,7 @@ class Symbols:
         return self._mappings[index] if index >= 0 and address < self._mappings[index].end else None
 
     def _file_of(self, address: int) -> tuple[_MappedFile | None, int]:
-        """The file that an address lies in, and where in it."""
+        """Returns the file at an address, and the offset in it."""
         mapping = self._mapping_of(address)
         if mapping is None:
             return None, 0
@@ -161,7 +163,7 @@ def _read_functions(elf: Elf, table: SymbolTable) -> _Functions:
     ]
     rows = rows[np.argsort(rows["at"], kind="stable")]
     following = np.append(rows["at"][1:], rows["at"][-1:] + np.uint64(1))
-    # Those written in assembler may have no size: they reach to the next one.
+    # Functions written in assembler may have no size: they extend to the next one.
     end_addresses = np.where(
         rows["size"] == 0, following, rows["at"] + np.minimum(rows["size"], 1 << 32)
     )
@@ -169,8 +171,8 @@ def _read_functions(elf: Elf, table: SymbolTable) -> _Functions:
 
 
 def _load_demangler() -> Callable[[str], str]:
-    """The function of C++'s library that every process with PyTorch has; without it names stay as
-    linkers see them.
+    """Returns the demangler of libstdc++, which every process with PyTorch has; without it names
+    stay mangled.
     """
     try:
         library, c = ctypes.CDLL("libstdc++.so.6"), ctypes.CDLL(None)

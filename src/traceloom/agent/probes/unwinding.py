@@ -1,9 +1,8 @@
-"""How to get from a function's frame to its caller's, from the tables for exceptions that libraries
-carry.
+"""Finds the caller's frame of a function from the exception tables of libraries.
 
-Libraries are built without frame pointers; what leads back through them is `.eh_frame` (DWARF 5,
-section 6.4, and the Linux Standard Base). It is a stranger's: all reading is bounded, what is
-damaged or not understood ends a stack.
+Libraries are built without frame pointers, so stacks are unwound by `.eh_frame` (DWARF 5, section
+6.4, and the Linux Standard Base). It is untrusted: all reading is bounded, and damaged or
+unsupported data ends a stack.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from traceloom.agent.probes.elf import Elf
 
 
 class FrameOrigin(enum.IntEnum):
-    """What the caller's frame is found from. `END`: there is no way on."""
+    """What the caller's frame is computed from. `END`: the stack ends."""
 
     END, STACK, FRAME, BEHIND_FRAME = range(4)
 
 
 class UnwindRule(NamedTuple):
-    """The way to the caller's frame from one place in a function.
+    """How to find the caller's frame from one place in a function.
 
     Attributes:
-        base: The register that `offset` counts from; `BEHIND_FRAME`: the end of the frame is read from there, and the
-            caller's frame register is what the frame register points to (functions that align their
-            frame).
+        base: The register that `offset` is relative to; `BEHIND_FRAME`: the end of the frame is
+            read from memory there, and the caller's frame register is stored where the frame
+            register points to (functions that align their frame).
         offset: To the end of the frame, the canonical frame address.
-        frame: Where the caller's frame register is kept, from that end; 0: it is unchanged.
-        returns_to: Where the address that it returns to is kept, from that end.
+        frame: Location of the caller's frame register, relative to that end; 0: it is unchanged.
+        returns_to: Location of the return address, relative to that end.
     """
 
     base: FrameOrigin
@@ -42,21 +41,21 @@ class UnwindRule(NamedTuple):
 
 END_RULE = UnwindRule(FrameOrigin.END)
 
-_MAX_ENTRY_BYTES = 1 << 16  # bytes of a function's or a common entry
+_MAX_ENTRY_BYTES = 1 << 16  # of a function's (FDE) or a common entry (CIE)
 _MAX_OFFSET = 1 << 20
 _MAX_STEPS = 10_000
-_SEARCH_TABLE_ENCODING = 0x3B  # of the index: pairs of four signed bytes, from the index's start
+_SEARCH_TABLE_ENCODING = 0x3B  # of the index: pairs of signed 4-byte offsets from the index's start
 _FDE = struct.Struct("<ii")
 _POINTER_FORMATS = {0: "<Q", 2: "<H", 3: "<I", 4: "<Q", 9: "", 10: "<h", 11: "<i", 12: "<q"}
 _DEREFERENCE, _BASED = 0x06, 0x70
 
 
 class _DamagedTableError(Exception):
-    """The table is not as it should be."""
+    """The table is damaged or not supported."""
 
 
 class _TableReader:
-    """Bytes of a table, one value after the other."""
+    """Reads values of a table one after the other."""
 
     def __init__(self, content: bytes, address: int) -> None:
         self.content, self.address, self.at = content, address, 0
@@ -81,7 +80,7 @@ class _TableReader:
                 raise _DamagedTableError
 
     def pointer(self, encoding: int) -> int:
-        """An address as DW_EH_PE says; relative to where it stands, or absolute."""
+        """Returns an address in a DW_EH_PE encoding; relative to its own position, or absolute."""
         start = self.address + self.at
         struct_format = _POINTER_FORMATS.get(encoding & 0x0F)
         if struct_format is None or encoding & 0x70 not in {0, 0x10}:
@@ -98,7 +97,7 @@ class _TableReader:
 
 
 class _CommonEntry(NamedTuple):
-    """What entries of functions have in common."""
+    """The common part of functions' entries (CIE)."""
 
     code: int
     data: int
@@ -109,7 +108,7 @@ class _CommonEntry(NamedTuple):
 
 
 def find_unwind_rule(elf: Elf, address: int) -> UnwindRule:
-    """The way to the caller from the instruction at an address of a file, as the file has it."""
+    """Returns the rule for the instruction at an address of a file."""
     try:
         return _compute_unwind_rule(elf, address)
     except _DamagedTableError:
@@ -138,9 +137,7 @@ def _compute_unwind_rule(elf: Elf, address: int) -> UnwindRule:
 
 
 def _find_entry(elf: Elf, address: int) -> int | None:
-    """Where the entry of the function with this address is loaded, by the index that is sorted by
-    address.
-    """
+    """Returns the address of the entry of the function at this address, from the sorted index."""
     if elf.unwind_index is None:
         return None
     start, size = elf.unwind_index.address, elf.unwind_index.size
@@ -170,7 +167,7 @@ def _read_index_row(elf: Elf, rows: int, number: int) -> tuple[int, int]:
 
 
 def _read_entry(elf: Elf, address: int) -> _TableReader:
-    """The entry at an address, without its length."""
+    """Returns the entry at an address, without its length."""
     head = elf.at(address, 4)
     if len(head) < 4 or not 4 <= (size := int.from_bytes(head, "little")) <= _MAX_ENTRY_BYTES:
         raise _DamagedTableError
@@ -212,21 +209,21 @@ def _parse_common_entry(entry: _TableReader) -> _CommonEntry:
 
 
 class _UnwindRows:
-    """The rows of a function's table, made one after the other by its program."""
+    """The rows of a function's table, generated one after the other by its instructions."""
 
     def __init__(self, common: _CommonEntry) -> None:
         self.common = common
-        self.base: int | None = None  # register; None: by `expression`
+        self.base: int | None = None  # register; None: computed by `expression`
         self.offset = 0
         self.expression = b""
         self.registers: dict[
             int, int | bytes | None
-        ] = {}  # register -> where it is kept, or by which expression; None: nobody knows
+        ] = {}  # register -> its offset, or an expression for it; None: unknown
         self.first: dict[int, int | bytes | None] = {}
         self._kept: list[tuple[int | None, int, bytes, dict[int, int | bytes | None]]] = []
 
     def run(self, program: _TableReader, until: int | None) -> None:
-        """Run a program, up to the row of an offset in the function."""
+        """Execute instructions, up to the row of an offset in the function."""
         position, data = 0, self.common.data
         for _ in range(_MAX_STEPS):
             if program.at >= len(program.content):
@@ -280,7 +277,7 @@ class _UnwindRows:
                 raise _DamagedTableError
 
     def rule(self) -> UnwindRule:
-        """The way from the row that was made last."""
+        """Returns the rule of the last generated row."""
         stack, frame = get_architecture().unwound
         returns = self.registers.get(self.common.returns)
         saved_frame = self.registers.get(frame, 0)
@@ -300,7 +297,7 @@ class _UnwindRows:
             base = FrameOrigin.BEHIND_FRAME
         else:
             return END_RULE
-        # Of the first function of a thread nobody is the caller.
+        # The first function of a thread has no caller.
         if not isinstance(returns, int) or not isinstance(saved_frame, int):
             return END_RULE
         if max(abs(offset), abs(saved_frame), abs(returns)) > _MAX_OFFSET:

@@ -1,1 +1,1 @@
-"""Profilers."""
+"""Profilers of processes on demand."""

@@ -1,10 +1,11 @@
-"""The same, and memory snapshots, in a process that was attached to.
+"""The profilers `timeline` and `memory` for a process that does not poll: it is attached to and
+runs our text.
 
-It lies in a directory of the user's, who may put anything there. While it is there the order
-stands.
+The order is a file in a directory of the user, who may change anything there. It stands while the
+file exists.
 
-The evidence of each state: our text is scheduled in the process (delivered), it says that it
-records (accepted), the file has its name (written), and is what was asked for (verified).
+Each state has its evidence: our text is scheduled in the process (delivered), it reports that it
+records (accepted), the file has its final name (written), and has the requested content (verified).
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _LATEST_NS = 2**61
 
 
 class ProgressUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """How far an order is.
+    """Progress of an order.
 
-    Times are what the process says, ns of the wall clock; 0: it says none.
+    Times are those reported by the process, ns of the wall clock; 0: not reported.
     """
 
     state: Literal["", "began", "waiting", "ready", "recording", "written", "failed"] = ""
@@ -61,7 +62,7 @@ class ProgressFile:
 
     Args:
         folder: The user's directory.
-        name: Of the result.
+        name: Name of the result.
         uid: The user.
     """
 
@@ -69,7 +70,7 @@ class ProgressFile:
         self.folder, self.name, self.uid = directory, name, uid
 
     def create(self) -> None:
-        """Give the order.
+        """Create the order.
 
         Raises:
             FileExistsError: There is one of this name.
@@ -78,15 +79,15 @@ class ProgressFile:
         self._write(f"{self.name}.order", b"")
 
     def begin(self, at_ns: int) -> None:
-        """Say when it is to begin; errors as of `create`."""
+        """Set the start time; raises the errors of `create`."""
         self._write(f"{self.name}.begin", str(at_ns).encode())
 
     def exists(self) -> bool:
-        """Whether it stands."""
+        """Whether the order still stands."""
         return os.path.lexists(self.folder / f"{self.name}.order")
 
     def news(self) -> ProgressUpdate:
-        """The last line that is one; nothing where there is none, or where the file is none of the
+        """Returns the last valid line; an empty update if there is none, or the file is not the
         user's.
         """
         try:
@@ -122,7 +123,7 @@ class ProgressFile:
         return ProgressUpdate()
 
     def drop(self) -> None:
-        """Take it back, with all that was written for it."""
+        """Delete the order and everything written for it."""
         for name in (f"{self.name}.order", f"{self.name}.begin", self.name):
             delete_output(self.folder, name)
 
@@ -154,10 +155,10 @@ class ProgressFile:
 
 
 _POLL_S = 0.1
-_START_LEAD_S = 1.0  # a process that is ready looks every 50 ms when it is to begin
-_DEADLINE_GRACE_S = 5.0  # for what a process says at its own deadline
+_START_LEAD_S = 1.0  # a ready process checks every 50 ms for its start time
+_DEADLINE_GRACE_S = 5.0  # for the report of a process at its own deadline
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
-_ATTACH_S = 30.0  # the worker lets the process go by itself after two seconds
+_ATTACH_S = 30.0  # the worker itself detaches after two seconds
 _STORE_TIMEOUT_S = 600.0
 _REPORTED_FAULTS = frozenset(
     {"no-torch", "old-torch", "no-cuda", "not-stepping", "cancelled-by-program", "exited"}
@@ -165,12 +166,12 @@ _REPORTED_FAULTS = frozenset(
 
 
 class AttachedProfiler:
-    """What is common to them: from attaching to a file that has its name.
+    """The common part: from attaching until the file has its name.
 
     Args:
-        order: What is wanted, as of traces of processes that poll.
-        tell: Hears of each state.
-        leases: Who traces which process: nothing else may meanwhile.
+        order: The trace to take, as for processes that poll.
+        tell: Called with each state.
+        leases: Ensures that nothing else traces the process meanwhile.
     """
 
     kind: str
@@ -183,12 +184,12 @@ class AttachedProfiler:
     async def written(
         self, process: Process, window: Window, attempt: int, resumed: bool
     ) -> ProgressUpdate:
-        """Let the process write its file; when its window was.
+        """Have the process write its file; returns the progress with the times of its window.
 
         Raises:
-            ProfilerError: `exited`, `expired`, `not-python`, `not-permitted`, `traced-already`, `not-mounted`,
-                `not-stopped`, `not-reached`, `task-failed`, `cannot-write`, `deadline`, and what
-                the process says.
+            ProfilerError: `exited`, `expired`, `not-python`, `not-permitted`, `traced-already`,
+                `not-mounted`, `not-stopped`, `not-reached`, `task-failed`, `cannot-write`,
+                `deadline`, and errors reported by the process.
         """
         order = self.order
         file = ProgressFile(order.incoming, order.name(attempt), process.uid)
@@ -222,7 +223,7 @@ class AttachedProfiler:
             order = self.order
             seconds = None if window.steps is not None else window.duration_s
             waits = order.start is not None
-            # Those that wait for others do so until these have given up.
+            # A process that waits for others does so until these have timed out.
             longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
             attach_order = {
                 "folder": str(file.folder),
@@ -287,7 +288,7 @@ class AttachedProfiler:
                         process.key, _START_LEAD_S
                     )
                     self.tell("delivered", start_ns=start_ns)
-                    with contextlib.suppress(FileExistsError):  # an earlier agent has said so
+                    with contextlib.suppress(FileExistsError):  # an earlier agent has set it
                         await asyncio.to_thread(file.begin, start_ns)
                     self.order.start_ns = start_ns
                     end = max(
@@ -315,7 +316,7 @@ class AttachedProfiler:
 
 
 class AttachedTimelineProfiler(AttachedProfiler):
-    """The profiler `timeline` for a process that does not poll: PyTorch's profiler, begun in a
+    """The profiler `timeline` for a process that does not poll: PyTorch's profiler, started in a
     thread of ours there.
     """
 
@@ -323,7 +324,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
     kind = "timeline"
 
     def resources(self, process: Process) -> frozenset[str]:
-        """PyTorch's profiler takes one request at a time."""
+        """PyTorch's profiler handles one request at a time."""
         return frozenset({f"kineto:{process.pid}"})
 
     async def record(
@@ -332,7 +333,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
         """Write `directory/STEM.kineto.json.gz`.
 
         Raises:
-            ProfilerError: As of `written`; `damaged`, `empty`, `foreign-file`, `disk-full`, `quota`.
+            ProfilerError: See `written`; `damaged`, `empty`, `foreign-file`, `disk-full`, `quota`.
         """
         path = directory / f"{stem}.kineto.json.gz"
         order = self.order
@@ -340,7 +341,7 @@ class AttachedTimelineProfiler(AttachedProfiler):
         attempt, resumed = order.attempt, order.resumed != "queued"
         tried: set[str] = set()
         if not resumed and ProgressFile(order.incoming, order.name(attempt), process.uid).exists():
-            # An agent that was killed may have attached, and not have written that down.
+            # A killed agent may have attached without recording it.
             self._drop(process, attempt)
             attempt += 1
             self.tell("queued", attempt=attempt)
@@ -386,15 +387,15 @@ class AttachedTimelineProfiler(AttachedProfiler):
 
 
 class AttachedMemoryProfiler(AttachedProfiler):
-    """The profiler `memory`: CUDA's allocator keeps a history for the window, and its snapshot is
-    the result.
+    """The profiler `memory`: CUDA's allocator keeps a history during the window, and its snapshot
+    is the result.
     """
 
     name = "memory"
     kind = "memory"
 
     def resources(self, process: Process) -> frozenset[str]:
-        """The allocator keeps one history."""
+        """The allocator keeps only one history."""
         return frozenset({f"allocator:{process.pid}"})
 
     async def record(
@@ -403,8 +404,8 @@ class AttachedMemoryProfiler(AttachedProfiler):
         """Write `directory/STEM.memory.pickle`, as `traceloom record --memory` does.
 
         Raises:
-            ProfilerError: As of `written`; `no-cuda`, `not-a-snapshot`, `pickle-with-code`, `pickle-damaged`,
-                `pickle-too-large`, `foreign-file`, `disk-full`, `quota`.
+            ProfilerError: See `written`; `no-cuda`, `not-a-snapshot`, `pickle-with-code`,
+                `pickle-damaged`, `pickle-too-large`, `foreign-file`, `disk-full`, `quota`.
         """
         path = directory / f"{stem}.memory.pickle"
         order = self.order

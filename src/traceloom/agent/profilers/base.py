@@ -1,4 +1,4 @@
-"""`Profiler` protocol, window, registry; profilers by eBPF probes."""
+"""The `Profiler` protocol, the recorded window, the registry, and the profilers by eBPF probes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from traceloom.agent import worker
 from traceloom.agent.ownership.model import Process
 from traceloom.errors import TraceloomError
 
-# Name -> module and class. `timeline`, `memory` and `telemetry` are made by who has the parts that
-# they need.
+# Name -> module and class. `timeline`, `memory` and `telemetry` need parts of the agent and are
+# created by callers that have these.
 PROFILERS = {
     "timeline": "traceloom.agent.profilers.timeline:TimelineProfiler",
     "stacks": "traceloom.agent.profilers.py_spy:StacksProfiler",
@@ -29,11 +29,11 @@ PROFILERS = {
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What is to be recorded: from `start_ns` of the wall clock (0: at once), for a duration or a
+    """The window to record: from `start_ns` on the wall clock (0: at once), for a duration or a
     number of steps.
 
-    `measured`: of steps that take nobody knows how long, waits for the traces beside it; from when
-    to when these were.
+    `measured`: for steps of unknown duration: waits for the traces recorded at the same time and
+    returns their start and end.
     """
 
     start_ns: int
@@ -42,10 +42,11 @@ class Window(msgspec.Struct, frozen=True):
     measured: Callable[[], Awaitable[tuple[int, int]]] | None = None
 
     def over(self) -> asyncio.Future[tuple[int, int]]:
-        """Ends with the window; from when to when it was, in ns of the wall clock.
+        """Returns a future that completes at the end of the window, with its start and end in ns on
+        the wall clock.
 
         Raises:
-            ProfilerError: `no-duration`: nobody knows how long its steps take.
+            ProfilerError: `no-duration`: the duration of its steps is unknown.
         """
         start_ns, seconds = max(self.start_ns, time.time_ns()), self.duration_s
         if seconds is not None:
@@ -74,15 +75,18 @@ class Profiler(Protocol):
     name: str
 
     def resources(self, process: Process) -> frozenset[str]:
-        """What excludes others while it runs, as `ptrace:PID`, `counters:UUID`, `kineto:PID`."""
+        """Returns the resources that it needs exclusively, as `ptrace:PID`, `counters:UUID`,
+        `kineto:PID`.
+        """
 
     async def record(
         self, process: Process, window: Window, directory: Path, stem: str
     ) -> list[Path]:
-        """Write `directory/STEM.KIND...`; kills what it started when it is cancelled.
+        """Write `directory/STEM.KIND...` and return the files; stops its processes if it is
+        cancelled.
 
         Raises:
-            ProfilerError: It cannot.
+            ProfilerError: It cannot record.
         """
 
 
@@ -92,7 +96,7 @@ def has_profiler(name: str) -> bool:
 
 
 def create_profiler(name: str) -> Profiler:
-    """A profiler by its name.
+    """Returns a new profiler.
 
     Raises:
         ProfilerError: `no-profiler`: this version does not have it.
@@ -105,12 +109,12 @@ def create_profiler(name: str) -> Profiler:
 
 
 class ProbedProfiler:
-    """A profiler that needs nothing of the process: see `traceloom.agent.bpf`."""
+    """A profiler that needs no cooperation of the process: see `traceloom.agent.probes`."""
 
     name: str
 
     def resources(self, process: Process) -> frozenset[str]:  # noqa: ARG002  (probes exclude nothing)
-        """None: any number of probes may be in a function."""
+        """Always empty: a function may have any number of probes."""
         return frozenset()
 
     async def record(
@@ -119,7 +123,8 @@ class ProbedProfiler:
         """Write `directory/STEM.NAME.json.gz`.
 
         Raises:
-            ProfilerError: `not-recorded`: the kernel or the rights forbid it, or the process has no such functions.
+            ProfilerError: `not-recorded`: the kernel or permissions forbid it, or the process has
+                no such functions.
         """
         if window.duration_s is None and window.steps is None:
             raise ProfilerError(
@@ -149,14 +154,14 @@ class ProbedProfiler:
 
 
 class AllocationsProfiler(ProbedProfiler):
-    """Who allocates and frees memory, with stacks, by probes of PyTorch's and CUDA's functions."""
+    """Allocations and frees of memory with stacks, by probes of PyTorch's and CUDA's functions."""
 
     name = "allocations"
 
 
 class LaunchesProfiler(ProbedProfiler):
-    """Launches of kernels and graphs, and waits for devices, by probes of the functions of CUDA's
-    runtime.
+    """Launches of kernels and graphs, and waits for devices, by probes of CUDA's runtime
+    functions.
     """
 
     name = "launches"

@@ -1,4 +1,4 @@
-"""Stacks: one moment, or sampled over a window."""
+"""Python stacks by py-spy: at one moment, or sampled over a window."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _ERROR_BYTES = 1 << 16
 
 
 def find_py_spy() -> str:
-    """Where py-spy is: on the path, or beside this Python; "" where it is not installed."""
+    """Returns the path of py-spy: on PATH, or next to this Python; "" if it is not installed."""
     sibling = Path(sys.executable).with_name("py-spy")
     return shutil.which("py-spy") or (str(sibling) if sibling.exists() else "")
 
 
 class PySpy:
-    """A py-spy that runs; it is killed where what is done inside ends early.
+    """A context that runs py-spy, and kills it if the context ends early.
 
     Args:
-        process: The one looked into. A pid is used again: what py-spy says counts while `check` agrees.
-        arguments: The verb and its options.
+        process: The process to inspect. As pids are reused, output is valid only while `check`
+            passes.
+        arguments: The subcommand and its options.
 
     Raises:
         ProfilerError: `no-py-spy`, `exited`.
@@ -67,14 +68,14 @@ class PySpy:
         return self._running
 
     async def __aexit__(self, *_: object) -> None:
-        """End it, whatever happened."""
+        """Kill it if it still runs."""
         assert self._running is not None
         with contextlib.suppress(ProcessLookupError):
             self._running.kill()
         await self._running.wait()
 
     def check(self) -> None:
-        """Whether the pid still belongs to the process.
+        """Check that the pid still belongs to the process.
 
         Raises:
             ProfilerError: `exited`.
@@ -87,7 +88,7 @@ class PySpy:
             raise ProfilerError(f"the process {self.process.pid} has ended", slug="exited")
 
     def failure(self, errors: bytes) -> ProfilerError:
-        """Why it gave nothing, from what it said."""
+        """Returns the error for its output on stderr."""
         text = errors.decode(errors="replace").strip()
         first = (
             text.splitlines()[0].removeprefix("Error: ") if text else "py-spy ended without a word"
@@ -106,10 +107,11 @@ class PySpy:
 
 
 async def run_py_spy(process: Process, *arguments: str, seconds: float, max_bytes: int) -> bytes:
-    """What py-spy prints about a process.
+    """Returns the output of py-spy about a process.
 
     Raises:
-        ProfilerError: It is missing, may not look, took longer than `seconds`, or said more than `max_bytes`.
+        ProfilerError: It is missing, may not inspect the process, took longer than `seconds`, or
+            printed more than `max_bytes`.
     """
     spy = PySpy(process, *arguments)
     try:
@@ -141,8 +143,8 @@ async def run_py_spy(process: Process, *arguments: str, seconds: float, max_byte
 
 
 async def read_limited(stream: asyncio.StreamReader, max_bytes: int) -> bytes:
-    """All of a stream; one byte more than `max_bytes` where it is longer, and the rest of it is
-    dropped.
+    """Returns all of a stream; if it is longer than `max_bytes`, one byte more than that, and the
+    rest is dropped.
     """
     text = b""
     while chunk := await stream.read(1 << 16):
@@ -156,7 +158,7 @@ _MAX_DUMP_BYTES = 32 << 20  # 1,000 threads with 100 frames each
 _PYTHON_S, _NATIVE_S = (
     10.0,
     60.0,
-)  # how long it may take; native symbols of torch are hundreds of MB
+)  # time-outs; native symbols of torch are hundreds of MB
 
 
 class Frame(NamedTuple):
@@ -168,14 +170,14 @@ class Frame(NamedTuple):
 
 
 class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):
-    """What a thread does; `frames` begin with the outermost call.
+    """The stack of a thread; `frames` start with the outermost call.
 
-    `id`: as the kernel numbers it.
+    `id`: the kernel's thread id.
     """
 
     id: int
     name: str
-    active: bool  # it runs, or waits for the interpreter
+    active: bool  # it runs, or waits for the GIL
     frames: tuple[Frame, ...]
 
 
@@ -209,8 +211,8 @@ _THREADS_DECODER = msgspec.json.Decoder(list[_DumpedThread])
 
 
 async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
-    """Look at a process once. Python alone does not stop it; `native` does, for as long as the look
-    takes.
+    """Dump the stacks of a process once. Python stacks do not stop it; with `native` it is stopped
+    during the dump.
 
     Raises:
         ProfilerError: `no-py-spy`, `not-permitted`, `not-python`, `exited`, `py-spy-failed`.
@@ -254,10 +256,10 @@ async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
 
 
 class DumpProfiler:
-    """The profiler `dump`: the stacks of the moment at which the window begins.
+    """The profiler `dump`: the stacks at the start of the window.
 
     Args:
-        native: C and C++ too; the process stands still meanwhile.
+        native: Include C and C++; the process is stopped meanwhile.
     """
 
     name = "dump"
@@ -266,16 +268,16 @@ class DumpProfiler:
         self.native = native
 
     def resources(self, process: Process) -> frozenset[str]:
-        """It traces the process where native calls are wanted."""
+        """Native stacks need ptrace."""
         return frozenset({f"ptrace:{process.pid}"} if self.native else ())
 
     async def record(
         self, process: Process, window: Window, directory: Path, stem: str
     ) -> list[Path]:
-        """Writes `STEM.dump.json`.
+        """Write `STEM.dump.json`.
 
         Raises:
-            ProfilerError: As `take`.
+            ProfilerError: See `dump_stacks`.
         """
         await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
         return [
@@ -286,12 +288,14 @@ class DumpProfiler:
 
 
 def write_dump(dump: StackDump, directory: Path, stem: str) -> Path:
-    """Put a dump into a new file `STEM.dump.json` of a directory; errors as of `new_file`."""
+    """Write a dump to a new file `STEM.dump.json` of a directory; raises the errors of
+    `write_new_file`.
+    """
     return write_new_file(directory / f"{stem}.dump.json", msgspec.json.encode(dump))
 
 
 def write_new_file(path: Path, content: bytes) -> Path:
-    """Write a file that is not there yet.
+    """Write a file that must not exist yet.
 
     Raises:
         ProfilerError: `cannot-write`.
@@ -308,18 +312,18 @@ def write_new_file(path: Path, content: bytes) -> Path:
     return path
 
 
-_LEAD_S = 0.5  # it is started so long before the window, as it first reads the process's libraries
+_LEAD_S = 0.5  # py-spy starts so long before the window, as it first reads the process's libraries
 _READY_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 60.0
-_MAX_WINDOW_S = 600.0  # of steps that nobody knows the duration of
+_MAX_WINDOW_S = 600.0  # for steps of unknown duration
 _TICK_NS = int(
     time.clock_getres(5) * 1e9
-)  # of CLOCK_REALTIME_COARSE, which file systems take their times from
+)  # resolution of CLOCK_REALTIME_COARSE, the clock of file times
 
 
 class _SamplingRun(NamedTuple):
-    """What puts py-spy's file onto the wall clock, and the threads that were there at its end
-    (`chrome_stacks`).
+    """The data that maps py-spy's file to the wall clock, and the threads that existed at its end
+    (see `convert_stacks`).
     """
 
     began_ns: int
@@ -330,13 +334,13 @@ class _SamplingRun(NamedTuple):
 class StacksProfiler:
     """The profiler `stacks`.
 
-    A sample is a stack and the time for which it was seen again and again; between two looks
-    nothing is known. Times are those of py-spy's own clock; the instant at which it opened its file
-    puts them onto the wall clock.
+    A sample is a stack and the time for which it was seen repeatedly; between two samples nothing
+    is known. Times are those of py-spy's own clock, which is mapped to the wall clock by the time
+    at which it opened its file.
 
     Args:
-        rate: Looks per second.
-        native: C and C++ too; the process stands still for every look.
+        rate: Samples per second.
+        native: Include C and C++; the process is stopped for every sample.
     """
 
     name = "stacks"
@@ -346,17 +350,16 @@ class StacksProfiler:
         self.native = native
 
     def resources(self, process: Process) -> frozenset[str]:
-        """It traces the process where native calls are wanted; else it only reads its memory."""
+        """Native stacks need ptrace; otherwise it only reads the process's memory."""
         return frozenset({f"ptrace:{process.pid}"} if self.native else ())
 
     async def record(
         self, process: Process, window: Window, directory: Path, stem: str
     ) -> list[Path]:
-        """Writes `STEM.stacks.json.gz`; of a process that ends in the window, what it did until
-        then.
+        """Write `STEM.stacks.json.gz`; if the process ends in the window, up to then.
 
         Raises:
-            ProfilerError: `no-duration`; as of `py_spy`; `cannot-write`, `task-failed`.
+            ProfilerError: `no-duration`; see `run_py_spy`; `cannot-write`, `task-failed`.
         """
         window_end, start_ns = window.over(), max(window.start_ns, time.time_ns())
         with tempfile.TemporaryDirectory(prefix="traceloom-stacks-") as name:
@@ -398,10 +401,10 @@ class StacksProfiler:
         seconds: float | None,
         directory: Path,
     ) -> _SamplingRun:
-        """Let py-spy write `samples` until then; what is needed to put its clock onto the wall
-        clock.
+        """Have py-spy write its samples until the end of the window; returns what maps its clock to
+        the wall clock.
         """
-        # It ends by itself should the agent be killed meanwhile.
+        # The limit ends it if the agent is killed meanwhile.
         longest_s = math.ceil(
             _LEAD_S + (_MAX_WINDOW_S if seconds is None else seconds) + _READY_TIMEOUT_S
         )
@@ -423,7 +426,7 @@ class StacksProfiler:
         )
         await asyncio.to_thread(
             directory.stat
-        )  # kernels since 6.13 give the next change after it its exact time
+        )  # since Linux 6.13 this makes the next change get an exact time
         began_ns = time.time_ns()
         async with spy as running:
             assert running.stdout is not None
@@ -432,7 +435,7 @@ class StacksProfiler:
             try:
                 if await asyncio.wait_for(
                     running.stdout.readline(), _READY_TIMEOUT_S
-                ):  # it looks at the process now
+                ):  # it samples now
                     spy.check()
                 endings: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
                 endings = [window_end, asyncio.ensure_future(running.wait())]
@@ -440,7 +443,7 @@ class StacksProfiler:
                 endings[1].cancel()
                 threads = await asyncio.to_thread(_list_threads, process.pid)
                 with contextlib.suppress(ProcessLookupError):
-                    running.send_signal(signal.SIGINT)  # it writes what it has
+                    running.send_signal(signal.SIGINT)  # makes it write its samples
                 await asyncio.wait_for(running.wait(), _END_TIMEOUT_S)
                 text = await errors
             except (asyncio.TimeoutError, TimeoutError) as error:
@@ -456,7 +459,7 @@ class StacksProfiler:
 
 
 def _list_threads(pid: int) -> list[int]:
-    """The threads that a process has now; none where it has ended."""
+    """Returns the ids of a process's threads; empty if it has ended."""
     try:
         return [int(thread.name) for thread in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -478,13 +481,13 @@ class _Event(msgspec.Struct):
     name: str
     ph: str
     tid: int
-    ts: int  # us since py-spy began
+    ts: int  # us since py-spy's start
     args: _SourceLocation
 
 
 class _StackRun(NamedTuple):
-    """A stack that was seen again and again: ns since py-spy began, the number of its thread,
-    frames by number.
+    """A stack that was seen repeatedly: ns since py-spy's start, the thread's id, frames by
+    number.
     """
 
     start: int
@@ -508,25 +511,24 @@ def convert_stacks(
 ) -> None:
     """Write the stacks file of a window.
 
-    py-spy ends what is still open when it opens its file, which is the last time in it; so the wall
-    clock at which the file came into being says when its clock began, whatever the machine did
-    meanwhile.
+    py-spy closes open intervals when it opens its file, which is the last time in it; so the
+    creation time of the file on the wall clock gives the start of its clock, independent of delays.
 
     Args:
         source: py-spy's file.
-        target: The one to write.
+        target: The file to write.
         pid: Of the process.
-        rank: Of it.
-        start_ns: Beginning of the window, wall clock.
+        rank: Of the process.
+        start_ns: Start of the window, wall clock.
         end_ns: Its end.
-        rate: Looks per second.
-        began_ns: Wall clock before py-spy was started: its clock began later.
+        rate: Samples per second.
+        began_ns: Wall clock before py-spy was started, a lower bound of its clock's start.
         opened_ns: Wall clock when it opened its file.
-        threads: Those that the process still had at the end. Of others it is not known when they ended: their last
-            stack counts for one look.
+        threads: Those that existed at the end. The end of other threads is unknown: their last
+            stack counts for one sample.
 
     Raises:
-        InputError: `py-spy-failed`: it is no such file, or too large.
+        InputError: `py-spy-failed`: it is not such a file, or too large.
     """
     if Path(source).stat().st_size > _MAX_BYTES:
         raise InputError("the recorded stacks are larger than anybody reads", slug="py-spy-failed")
@@ -567,7 +569,7 @@ def convert_stacks(
 def _extract_runs(
     events: list[_Event],
 ) -> tuple[list[tuple[int, str]], list[Frame], list[_StackRun]]:
-    """Threads (number of the kernel, name), frames, and what was seen of each thread."""
+    """Returns threads (kernel id, name), frames, and the stack runs of each thread."""
     threads: dict[int, int] = {}
     thread_names: list[tuple[int, str]] = []
     numbers: dict[Frame, int] = {}
@@ -592,5 +594,5 @@ def _extract_runs(
                 frame = Frame(event.name, event.args.filename, event.args.line)
                 stack.append(numbers.setdefault(frame, len(numbers)))
         else:
-            del stack[-1:]  # of the thread itself, which ends last, nothing is left to delete
+            del stack[-1:]  # a slice, as the end of the thread itself comes with an empty stack
     return thread_names, list(numbers), runs

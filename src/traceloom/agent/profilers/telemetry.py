@@ -1,4 +1,4 @@
-"""What host, devices and the processes of a job did in a window, every 100 ms: all their series."""
+"""All series of host, devices and a job's processes in a window, every 100 ms."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from traceloom.agent.snapshot import CollectorResult, Snapshot
 
 FORMAT_VERSION = 1
 _MAX_VALUES = 4_000_000  # 64 MB: 1,000 series for more than six minutes
-_FAST_COLLECTION_S = 2.0  # at once; renewed until the window is over
+_FAST_COLLECTION_S = 2.0  # requested at a time; renewed until the window is over
 _AGENT_PREFIXES = ("agent_", "collector_")  # metrics about the agent itself
 
 
 class TelemetryProfiler:
-    """The profiler `telemetry`: one file per host, whichever of a job's processes it is asked for.
+    """The profiler `telemetry`: one file per host, whichever of a job's processes it is requested
+    for.
 
-    The series are those of the host and its devices, which everybody sees, and of the processes,
-    the job and the control groups of the target alone.
+    The series are those of the host and its devices, which everybody may see, and those of the
+    target's processes, job and control groups.
 
     Args:
-        board: Where the collectors put what they read.
-        scheduler: Runs them.
-        host: Its name.
+        board: Receives the readings of the collectors.
+        scheduler: Runs the collectors.
+        host: Name of the host.
     """
 
     name = "telemetry"
@@ -43,14 +44,14 @@ class TelemetryProfiler:
         self.board, self.scheduler, self.host = snapshot, scheduler, host
 
     def resources(self, process: Process) -> frozenset[str]:
-        """It excludes nothing: the collectors run anyway."""
+        """Always empty: the collectors run anyway."""
         del process
         return frozenset()
 
     async def record(
         self, process: Process, window: Window, directory: Path, stem: str
     ) -> list[Path]:
-        """Writes `STEM.telemetry.json.gz`; the stem is the host's name.
+        """Write `STEM.telemetry.json.gz`; the stem is the host's name.
 
         Raises:
             ProfilerError: `no-duration`, `cannot-write`.
@@ -74,18 +75,18 @@ class TelemetryProfiler:
             for name, result in self.board.results.items():
                 take(
                     name, result
-                )  # what was last known when it began: of slow collectors that is all there is
+                )  # the last values before the start: slow collectors may have no others
             self.board.listeners.append(take)
             while not window_end.done():
                 self.scheduler.run_fast(_FAST_COLLECTION_S)
                 await asyncio.wait({window_end}, timeout=_FAST_COLLECTION_S / 2)
         finally:
             window_end.cancel()
-            with contextlib.suppress(ValueError):  # it had not begun
+            with contextlib.suppress(ValueError):  # it had not started
                 self.board.listeners.remove(take)
         start_ns, end_ns = await window_end
         for series, (times, numbers) in list(values.items()):
-            # With what was last known when it began.
+            # Include the last values before the start.
             in_window = slice(
                 max(bisect_right(times, start_ns) - 1, 0), bisect_right(times, end_ns)
             )
@@ -100,9 +101,7 @@ class TelemetryProfiler:
 
 
 def select_job_labels(snapshot: Snapshot, process: Process) -> Mapping[str, set[str]]:
-    """The values of labels that say whose a series is: those of the processes of the same job and
-    user.
-    """
+    """Returns the label values that identify the processes of the same job and user, by label."""
     job_processes = [
         other
         for other in snapshot.processes.values()
@@ -117,8 +116,8 @@ def select_job_labels(snapshot: Snapshot, process: Process) -> Mapping[str, set[
 
 
 def is_relevant_series(series: SeriesKey, allowed: Mapping[str, set[str]]) -> bool:
-    """Whether a series is kept: about the host, or about what is `allowed`; not about the agent
-    itself.
+    """Whether a series is kept: about the host, or about `allowed` label values; not about the
+    agent itself.
     """
     name, labels = series
     metric = METRICS[name]
@@ -136,18 +135,18 @@ def write_series(
     values: Mapping[SeriesKey, tuple[array[int], array[float]]],
     truncated: bool,
 ) -> Path:
-    """Put series, each with times in ns and values, into a new file; returns its path.
+    """Write series, each with times in ns and values, to a new file; returns its path.
 
     Args:
         path: `STEM.telemetry.json.gz`.
-        host: Its name.
+        host: Name of the host.
         values: Series -> times and values, of equal lengths.
-        truncated: There was more.
+        truncated: Whether values were dropped.
 
     Raises:
         ProfilerError: `cannot-write`.
     """
-    # Series after series, so that the interpreter is never held for long.
+    # Encode series by series, so that the GIL is never held for long.
     header = msgspec.json.encode(
         {"format": "traceloom-telemetry", "version": FORMAT_VERSION, "host": host, "cut": truncated}
     )

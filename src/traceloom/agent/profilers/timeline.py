@@ -1,9 +1,9 @@
-"""PyTorch's own profiler, asked for a trace of a process that polls; nothing of the process is
-changed.
+"""The profiler `timeline`: requests a trace from PyTorch's profiler in a process that polls,
+without changing the process.
 
-libkineto says little of what it does, so each step has its evidence: the configuration answered a
-poll (delivered), the mask of a later poll is busy or the file has begun (accepted), it has its name
-(written), it holds what was asked for (verified), it is compressed and hashed (kept).
+libkineto reports little of its progress, so each state has its evidence: the configuration answered
+a poll (delivered), the mask of a later poll is busy or the file was started (accepted), it has its
+final name (written), it has the requested content (verified), it is compressed and hashed (kept).
 """
 
 from __future__ import annotations
@@ -33,46 +33,43 @@ from traceloom.agent.traces.files import delete_output
 from traceloom.agent.traces.requests import State
 from traceloom.errors import TraceloomError
 
-# libkineto looks at a start time a second or two after it was told, and drops one that has passed;
-# what it drops so it leaves half done, which can kill its process at the end.
+# libkineto checks a start time a second or two after it gets it, and drops one that has passed. A
+# dropped request stays half done, which can kill the process at its end.
 START_LEAD_S = 3.0
-_TYPICAL_LEAD_S = 2.0  # its own, where no start is named
+_TYPICAL_LEAD_S = 2.0  # libkineto's own, without a start time
 _GRACE_S = 3.0  # for a busy machine
-_SLOW_STEP_S = 30.0  # it begins with a step, and steps may be slow
-_FALLBACK_MS = (
-    100  # of a trace by steps that libkineto makes one by time, as the process has not stepped yet
-)
-# Of steps by time: the profiler takes a while to begin and slows them down; whoever misses them is
-# traced later, alone.
+_SLOW_STEP_S = 30.0  # a trace starts with a step, and steps may be slow
+_FALLBACK_MS = 100  # duration of a trace by steps in a process that has not stepped yet
+# Duration of a trace by steps: the profiler starts slowly and slows steps down. A process that
+# misses its steps is traced again later, alone.
 _SHORTEST_S, _MARGIN = 0.5, 3.0
-_FIRST_GUESS_S = 1.0  # of how long the steps of several ranks take together
+_FIRST_GUESS_S = 1.0  # assumed duration of the steps of several ranks
 _DRAIN_S = 120.0  # from the end of the window until the file has its name
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 600.0
-_IMPORT_S = 20.0  # a process polls while it still imports PyTorch
-_BACK_OFF_S = 3.0  # between tries of a process that does not step yet
+_IMPORT_S = 20.0  # a process already polls while it imports PyTorch
+_BACK_OFF_S = 3.0  # between attempts on a process that does not step yet
 
 
 class StatusReporter(Protocol):
-    """Takes the news of a target."""
+    """Receives the states of a target."""
 
     def __call__(
         self, state: State, reason: str = "", detail: str = "", **facts: Any
     ) -> Awaitable[None]:
-        """Its state, why or what for it waits, and fields of `Target` that are known now.
+        """Report its state, a reason or what it waits for, and known fields of `TraceTarget`.
 
-        It need not be awaited; who does, waits until it is on disk.
+        Need not be awaited; awaiting it waits until it is on disk.
         """
 
 
 class TimelineOrder(msgspec.Struct, kw_only=True):
-    """What a trace is to be. `steps_per_second` says how fast a process steps, None where nobody
-    knows.
+    """A trace to take. `steps_per_second` returns the step rate of a process, None if unknown.
 
-    `resumed`: the state in which an earlier agent left it, with the instant `start_ns` that it had
-    named. `start`: gives the instant at which all begin, once all are ready; None where there is
-    only one. `at_step`: the step with which it begins, as PyTorch counts them; 0: with the next;
-    `steps_made` says how many a process has made.
+    `resumed`: the state in which an earlier agent left it, with the start time `start_ns` that it
+    had set. `start`: provides the common start time, once all processes are ready; None for a
+    single process. `at_step`: the first step to trace, as PyTorch counts them; 0: the next one;
+    `steps_made` returns how many a process has made.
     """
 
     trace_id: str
@@ -97,18 +94,18 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     steps_made: Callable[[str], int | None] = lambda _: None
 
     def name(self, attempt: int) -> str:
-        """The file that the process writes at a try."""
+        """Returns the name of the file that the process writes at an attempt."""
         return f"{self.trace_id}.{attempt}.trace"
 
 
 class StartBarrier:
-    """The instant at which all processes of a request begin: named once all are ready that can be.
+    """The common start time of all processes of a request: set once all are ready that can be.
 
-    Those that have to begin once more meet again: each round has an instant of its own.
+    Processes that have to start again meet again: each round has a start time of its own.
 
     Args:
-        members: Who is to be ready.
-        at_ns: The earliest of the first round, on the wall clock; 0 for as soon as can be.
+        members: The processes to wait for.
+        at_ns: The earliest start of the first round, on the wall clock; 0: as soon as possible.
     """
 
     def __init__(self, members: Iterable[str], at_ns: int = 0) -> None:
@@ -116,11 +113,11 @@ class StartBarrier:
         self._at_ns = at_ns
         self._ready: dict[str, float] = {}
         self._round: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self.first = self._round  # for whoever records beside them
+        self.first = self._round  # for profilers that record at the same time
 
     async def ready(self, member: str, ahead_s: float) -> int:
-        """Wait for the others; when to begin, in ns of the wall clock, at least `ahead_s` from
-        then.
+        """Wait for the others; returns the start time in ns on the wall clock, at least `ahead_s`
+        from then.
         """
         self._ready[member] = ahead_s
         current = self._round
@@ -128,7 +125,7 @@ class StartBarrier:
         return await asyncio.shield(current)
 
     def leave(self, member: str) -> None:
-        """It does not take part, or has what it needs."""
+        """Remove a member that does not take part, or is done."""
         self._members.discard(member)
         self._ready.pop(member, None)
         self._name_if_all_are_ready()
@@ -148,9 +145,9 @@ class TimelineProfiler:
     """Traces one process.
 
     Args:
-        registry: Hands configurations to processes.
-        order: What the trace is to be.
-        tell: Hears of each state.
+        registry: Delivers configurations to processes.
+        order: The trace to take.
+        tell: Called with each state.
     """
 
     name = "timeline"
@@ -161,7 +158,7 @@ class TimelineProfiler:
         self.registry, self.order, self.tell = registry, order, report_status
 
     def resources(self, process: Process) -> frozenset[str]:
-        """PyTorch's profiler takes one request at a time."""
+        """PyTorch's profiler handles one request at a time."""
         return frozenset({f"kineto:{process.pid}"})
 
     async def record(
@@ -170,9 +167,9 @@ class TimelineProfiler:
         """Write `directory/STEM.kineto.json.gz`.
 
         Raises:
-            ProfilerError: `not-registered`, `expired`, `exited`, `rejected`, `cancelled-by-program`, `deadline`,
-                `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`,
-                `cannot-write`.
+            ProfilerError: `not-registered`, `expired`, `exited`, `rejected`,
+                `cancelled-by-program`, `deadline`, `damaged`, `empty`, `not-stepping`,
+                `foreign-file`, `disk-full`, `quota`, `cannot-write`.
         """
         path = directory / f"{stem}.kineto.json.gz"
         order = self.order
@@ -194,7 +191,7 @@ class TimelineProfiler:
             resumed, order.start_ns = (
                 "queued",
                 None,
-            )  # it was thrown away, and the agent killed before it said why
+            )  # it was discarded, and the agent killed before it reported why
         try:
             while True:
                 try:
@@ -243,7 +240,7 @@ class TimelineProfiler:
                     pause_s = 0.0
                     if (
                         error.slug != "cancelled-by-program"
-                    ):  # it did nothing: one that has just begun imports PyTorch
+                    ):  # it did nothing: a process that just started imports PyTorch
                         client = self.registry.clients.get(process.key)
                         polled_s = (
                             (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0
@@ -252,7 +249,8 @@ class TimelineProfiler:
                     waited_until = max(waited_until, time.monotonic() + pause_s + _BACK_OFF_S)
                     await asyncio.sleep(pause_s)
                 else:
-                    # An agent that is killed before this is on disk looks at the file once more.
+                    # If the agent is killed before this is on disk, the next one verifies the file
+                    # again.
                     await self.tell("kept", **facts, file=path.name)
                     delete_output(self.order.incoming, self.order.name(attempt))
                     return [path]
@@ -270,15 +268,14 @@ class TimelineProfiler:
         resumed: State,
         until: float,
     ) -> int | None:
-        """Until the file has its name; when it was to begin, where an instant was named."""
+        """Wait until the file has its name; returns the start time if one was set."""
         order = self.order
         name = order.name(attempt)
         start_ns = order.start_ns
         watch = _TraceFileWatch(self.order.incoming, name)
         if watch.written():
             return start_ns
-        # Where an instant was named it may have been handed over, and an agent that was killed did
-        # not write that down.
+        # With a start time it may have been delivered although a killed agent did not record that.
         if resumed == "queued" and start_ns is None:
             client = await self._ready(process, window, until)
             if self.order.start is not None:
@@ -313,8 +310,8 @@ class TimelineProfiler:
         return start_ns
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
-        """Wait until the process polls, is idle, and steps where steps are wanted and it says
-        whether it does.
+        """Wait until the process polls, is idle, and, for a trace by steps, steps if that is
+        known.
         """
         last_reason = ""
         while True:
@@ -332,7 +329,7 @@ class TimelineProfiler:
             await asyncio.sleep(_POLL_S)
 
     def _hindrance(self, process: Process, window: Window) -> tuple[str, str]:
-        """What a process that is to be told waits for, and the sentence; "" where it is ready."""
+        """Returns what a process still waits for, as a slug and a sentence; "" if it is ready."""
         client, reason, detail = self.registry.clients.get(process.key), "", ""
         if client is None:
             reason, detail = "not-registered", "its PyTorch does not ask for traces"
@@ -352,7 +349,7 @@ class TimelineProfiler:
         start_ns: int | None,
         until: float,
     ) -> None:
-        """Hand it over with the answer to the next poll of an idle process."""
+        """Deliver the configuration with the reply to the next poll of an idle process."""
         text = configuration.text()
         delivered = asyncio.Event()
 
@@ -426,12 +423,12 @@ async def store_trace(  # noqa: PLR0917  (of one try)
     path: Path,
     start_ns: int | None,
 ) -> dict[str, Any]:
-    """Verify and compress what a process of a user wrote, in a process of its own; the facts of the
+    """Verify and compress a trace of a user's process in a worker process; returns the facts of the
     kept file.
 
     Raises:
-        ProfilerError: `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`, `cannot-write`,
-            `task-failed`.
+        ProfilerError: `damaged`, `empty`, `not-stepping`, `foreign-file`, `disk-full`, `quota`,
+            `cannot-write`, `task-failed`.
     """
     task = partial(
         worker.run,
@@ -453,7 +450,7 @@ async def store_trace(  # noqa: PLR0917  (of one try)
 
 
 async def run_store_task(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a task of keeping in a thread; the facts of the kept file, or the fault as an error."""
+    """Run a storing task in a thread; returns the facts of the kept file, or raises the fault."""
     try:
         facts = await asyncio.to_thread(task)
     except TraceloomError as error:
@@ -464,7 +461,7 @@ async def run_store_task(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 class _TraceFileWatch:
-    """The file that libkineto writes: it has another name until it is whole."""
+    """The file that libkineto writes, which has another name until it is complete."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._whole, self._part = directory / name, directory / f"{name}.tmp"
@@ -477,7 +474,7 @@ class _TraceFileWatch:
 
 
 class _PollTracker:
-    """What the polls of a process say after it was told: busy or idle; idle ones count from an
+    """Interprets the polls of a process after delivery: busy or idle; idle ones count from an
     instant on.
     """
 

@@ -1,1 +1,1 @@
-"""What is published: OpenMetrics over HTTP, and OTLP; both render the board."""
+"""Publication of the snapshot as OpenMetrics over HTTP, and as OTLP."""

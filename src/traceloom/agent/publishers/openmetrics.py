@@ -1,9 +1,9 @@
-"""OpenMetrics text, and DCGM names.
+"""Renders the snapshot as OpenMetrics text, optionally with dcgm-exporter's names.
 
-Its counters lack the `_total` that OpenMetrics asks for, so in that format their type is `unknown`;
-Prometheus treats both alike.
+Counters of dcgm-exporter lack the suffix `_total` that OpenMetrics requires, so in that format
+their type is `unknown`; Prometheus treats both alike.
 
-The name of the host is a label of `traceloom_host_info` alone: a scraper adds `instance` to
+The name of the host is a label of `traceloom_host_info` only: a scraper adds `instance` to
 everything.
 """
 
@@ -26,9 +26,7 @@ from traceloom.agent.ownership.model import Process
 
 
 def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
-    """Families under the names of dcgm-exporter; series whose device is not known any more are left
-    out.
-    """
+    """Returns families with dcgm-exporter's names, without series of unknown devices."""
     labels = build_device_labels(board, host)
     out: dict[str, Family] = {}
     for (name, values), value, _ in board.values():
@@ -53,11 +51,11 @@ def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
 
 
 def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
-    """The labels of each device: of a partition those of the device it is part of, with its profile
-    and number.
+    """Returns the labels of each device; a partition has those of its device, with its profile and
+    number.
 
-    Pod, container and job are named where a device has exactly those of one: a series for each
-    would count it twice.
+    Pod, container and job are set only if a device has exactly one of them: a series for each would
+    count it twice.
     """
     owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
     for process in board.processes.values():
@@ -98,47 +96,48 @@ def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[st
 
 
 class ReadableSnapshot(Protocol):
-    """The board, or as much of it as somebody may see."""
+    """The snapshot, or the part of it that a caller may see."""
 
     @property
     def devices(self) -> Mapping[str, Device]:
-        """By their uuid."""
+        """Devices by uuid."""
 
     @property
     def device_processes(self) -> Sequence[DeviceProcess]:
-        """Who is on them."""
+        """The processes on devices."""
 
     @property
     def processes(self) -> Mapping[str, Process]:
-        """By their key."""
+        """Processes by key."""
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Every series, its value and its time."""
+        """Yields every series with its value and its time."""
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Every histogram and its time."""
+        """Yields every histogram with its time."""
 
 
 class FamilyCollector:
-    """What prometheus_client calls a collector: families of metrics with their samples."""
+    """A collector in prometheus_client's sense: families of metrics with their samples."""
 
     def __init__(self, families: list[Family]) -> None:
         self.families = families
 
     def collect(self) -> list[Family]:
-        """All of them."""
+        """Returns all families."""
         return self.families
 
 
 def render_openmetrics(
     board: ReadableSnapshot, config: Config, accept: str = ""
 ) -> tuple[bytes, str]:
-    """The text of all series, and its media type.
+    """Returns the text of all series, and its media type.
 
     Args:
-        board: What is known now.
-        config: With `dcgm` in `compat` the names of dcgm-exporter follow ours.
-        accept: The scraper's `Accept` header; without OpenMetrics in it, the plain text format.
+        board: The snapshot.
+        config: With `dcgm` in `compat`, dcgm-exporter's names are appended.
+        accept: The scraper's `Accept` header; without OpenMetrics in it, the text format of
+            Prometheus.
     """
     collected = build_families(board)
     if "dcgm" in config.compat:
@@ -150,7 +149,9 @@ def render_openmetrics(
 
 
 def is_openmetrics_preferred(accept: str) -> bool:
-    """Whether an `Accept` header likes OpenMetrics at least as well as any other kind of text."""
+    """Whether an `Accept` header prefers OpenMetrics to, or accepts it as well as, any other text
+    type.
+    """
     weights: dict[str, float] = {}
     for choice in accept.split(","):
         kind, *parameters = (part.strip() for part in choice.split(";"))
@@ -166,10 +167,10 @@ def is_openmetrics_preferred(accept: str) -> bool:
 
 
 def build_families(board: ReadableSnapshot) -> list[Family]:
-    """A family for each metric that has series, in the order in which metrics are declared."""
+    """Returns a family for each metric that has series, in the order of declaration."""
     values_by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for (name, labels), value, _ in board.values():
-        values_by_metric[name][labels] = value  # a series stands there once, whoever delivers it
+        values_by_metric[name][labels] = value  # deduplicates series of several collectors
     histograms: dict[str, list[HistogramReading]] = defaultdict(list)
     for histogram, _ in board.histograms():
         histograms[histogram.metric].append(histogram)

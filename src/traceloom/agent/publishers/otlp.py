@@ -1,9 +1,8 @@
-"""Metrics to an OpenTelemetry receiver, by OTLP over HTTP: names, units and attributes of the
-semantic conventions.
+"""Sends metrics to an OpenTelemetry receiver by OTLP over HTTP, in the semantic conventions.
 
-The board is turned into the SDK's data points directly, not through instruments: their times are
-those of the collectors, a series that ended is not repeated, and histograms keep their buckets. The
-SDK's exporter encodes, sends, and tries again until `otlp.timeout`.
+The snapshot is converted to the SDK's data points directly, not through instruments: times are
+those of the collectors, an ended series is not repeated, and histograms keep their buckets. The
+SDK's exporter encodes, sends, and retries until `otlp.timeout`.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from traceloom.errors import InputError
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
 
-_AGENT_COUNTERS = ("job_", "step_", "dataloader_", "collector_", "agent_")  # begin with the agent
-_HARDWARE_TYPES = {"gpu_": "gpu", "rdma_": "network"}  # what `hw.type` is
+_AGENT_COUNTERS = ("job_", "step_", "dataloader_", "collector_", "agent_")  # count from its start
+_HARDWARE_TYPES = {"gpu_": "gpu", "rdma_": "network"}  # prefix of metrics -> `hw.type`
 
 
 class OtlpPublisher:
-    """`otlp.endpoint`: sends all of the board.
+    """Sends the snapshot to `otlp.endpoint`.
 
-    A delivery that fails is counted in `failures` and never raised; `trouble` says why the last one
-    failed, or "".
+    A failed delivery is counted in `failures` and never raised; `trouble` is the last error, or "".
     """
 
     def __init__(self, config: Config) -> None:
@@ -63,7 +61,7 @@ class OtlpPublisher:
         logger = logging.getLogger("opentelemetry.exporter")
         logger.addHandler(
             self._log
-        )  # what it says becomes our `trouble`: a line per minute in a log helps nobody
+        )  # its messages become our `trouble` instead of a log line per minute
         logger.propagate = False
         otlp = self.config.otlp
         endpoint = (
@@ -74,7 +72,7 @@ class OtlpPublisher:
         self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
 
     def put(self, board: Snapshot) -> None:
-        """Send all of it; blocks, so it is called in a thread."""
+        """Send all of the snapshot; blocks, so it is called in a thread."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
         if self._exporter is None:
@@ -90,8 +88,8 @@ class OtlpPublisher:
             self.trouble = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
 
     def close(self) -> None:
-        """Give up what is on its way; from another thread than `put`, which may be waiting for the
-        receiver.
+        """Cancel a delivery in progress; called from another thread than `put`, which may be
+        waiting for the receiver.
         """
         if self._exporter is not None:
             self._exporter.shutdown()
@@ -108,11 +106,11 @@ class _LastMessageHandler(logging.Handler):
 
 
 def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
-    """The board in the structures of the SDK: cumulative sums with the time they count from,
-    gauges, histograms.
+    """Returns the snapshot in the SDK's structures: cumulative sums with their start time, gauges,
+    histograms.
 
-    Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) are one,
-    told apart by attributes.
+    Metrics that share a name in the conventions (`hw.errors` of GPUs and of RDMA ports) become one,
+    distinguished by attributes.
     """
     from opentelemetry.sdk.metrics import export
     from opentelemetry.sdk.resources import Resource
@@ -122,9 +120,9 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
     booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     for series, value, at_ns in board.values():
         metric = METRICS[series[0]]
-        if metric.name == "host_info":  # is in the resource
+        if metric.name == "host_info":  # it is in the resource
             continue
-        start_ns = 0  # of a counter: when it began to count
+        start_ns = 0  # of a counter: when it started to count
         if metric.kind == "counter" and metric.name.startswith("process_"):
             process = board.processes.get(series[1][metric.labels.index("process")])
             start_ns = process.started_ns if process else board.started_ns

@@ -1,1 +1,1 @@
-"""Trace requests of a host."""
+"""Trace requests: their state, execution and files."""

@@ -1,15 +1,12 @@
-"""Directories per user, verification and compression of what a process wrote.
+"""Trace directories per user, and verification and compression of traces that a process wrote.
 
-ROOT/UID/incoming/      the user's own: libkineto writes there, as its process
-    ROOT/UID/REQUEST/       the agent's: what was read back, verified and compressed
-    ROOT/UID/hangs/HANG/    written by the agent, then the user's: what is kept of a job that hangs
+    ROOT/UID/incoming/      the user's own: libkineto writes there, as its process
+    ROOT/UID/REQUEST/       the agent's: verified and compressed copies
+    ROOT/UID/hangs/HANG/    written by the agent, then given to the user: evidence of a hang
 
-What lies in `incoming` is the user's to change at any time: it is opened once, without following
-links, and only the copy counts.
-
-Runs in a process of its own (`worker.py`). The directory is the user's, who may be hostile: the
-file is opened once without following links, has to be a plain file of that user with one name, and
-is copied before it is looked at.
+Verification runs in a worker process (`worker.py`). The user, who may be hostile, can change
+`incoming` at any time: a file there is opened once without following links, has to be a regular
+file of that user with one name, and is copied before it is read.
 """
 
 from __future__ import annotations
@@ -41,22 +38,22 @@ class TraceDirectories:
     """The directories below the root; blocks, so it is called in a thread.
 
     Args:
-        root: Of all; nothing is written elsewhere.
+        root: Nothing is written outside of it.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def incoming(self, uid: int) -> Path:
-        """Where the processes of a user write."""
+        """Returns the directory that the processes of a user write into."""
         return self.root / str(uid) / INCOMING_DIRECTORY
 
     def of_request(self, uid: int, request: str) -> Path:
-        """Where the result of a request lies."""
+        """Returns the directory of a request's results."""
         return self.root / str(uid) / request
 
     def prepare(self, uid: int, request: str) -> None:
-        """Make the directories for a request.
+        """Create the directories for a request.
 
         Raises:
             OutputError: `cannot-write`.
@@ -75,11 +72,11 @@ class TraceDirectories:
                 os.close(handle)
 
     def hangs(self, uid: int) -> Path:
-        """Where the bundles of a user's jobs that hang lie."""
+        """Returns the directory of the bundles of a user's hanging jobs."""
         return self.root / str(uid) / _HANGS_DIRECTORY
 
     def prepare_hang(self, uid: int, hang: str) -> Path:
-        """Make the directory of a bundle.
+        """Create the directory of a bundle.
 
         Raises:
             OutputError: `cannot-write`.
@@ -90,7 +87,7 @@ class TraceDirectories:
         return path
 
     def hand_over(self, uid: int, directory: Path) -> None:
-        """Give a bundle that is whole to its user.
+        """Give a complete bundle to its user.
 
         Raises:
             OutputError: `cannot-write`.
@@ -103,8 +100,8 @@ class TraceDirectories:
             os.fchown(handle, uid, -1)
 
     def _make(self, uid: int, *paths: Path) -> None:
-        """Make the directory of a user, and of these, which lie in it, the last for the agent
-        alone.
+        """Create the directory of a user, and these directories in it, the last one accessible to
+        the agent only.
         """
         shared = 0o700 if os.geteuid() == uid else 0o711
         modes = [
@@ -124,7 +121,7 @@ class TraceDirectories:
         shutil.rmtree(self.of_request(uid, request), ignore_errors=True)
 
     def sweep(self) -> None:
-        """Delete what was left in the directories of users: traces that nobody waits for any more."""
+        """Delete leftovers in users' directories: traces that no request waits for any more."""
         old = time.time() - _STALE_AFTER_S
         with contextlib.suppress(OSError):
             for path in self.root.iterdir():
@@ -135,13 +132,13 @@ class TraceDirectories:
                     os.scandir(handle) as entries,
                 ):
                     for entry in entries:
-                        with contextlib.suppress(OSError):  # a directory, or gone meanwhile
+                        with contextlib.suppress(OSError):  # a directory, or deleted meanwhile
                             if entry.stat(follow_symlinks=False).st_mtime < old:
                                 os.unlink(entry.name, dir_fd=handle)
 
 
 def delete_output(directory: Path, name: str) -> None:
-    """Delete what a process wrote under a name, whole or not; no link is followed."""
+    """Delete the complete and partial output of a process under a name; no link is followed."""
     for part in (name, f"{name}.tmp"):
         with contextlib.suppress(OSError), _open_directory(directory) as handle:
             os.unlink(part, dir_fd=handle)
@@ -149,7 +146,7 @@ def delete_output(directory: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _report_write_errors(root: Path) -> Iterator[None]:
-    """Say what could not be written."""
+    """Convert an OSError into an OutputError with the path."""
     try:
         yield
     except OSError as error:
@@ -173,12 +170,11 @@ def _open_directory(directory: Path) -> Iterator[int]:
 
 _CHUNK_BYTES = 1 << 20
 _COMPRESSION_LEVEL = 2
-_SLACK_NS = 5_000_000_000  # a busy machine begins and ends late
-_LATEST_NS = 2**61  # of what a trace says: sums of two fit into 64 bits
-_BASE_MEMORY_BYTES = 1 << 30  # of addresses, for the interpreter and its libraries
-_MEMORY_FACTOR = (
-    8  # as much as the file has a trace may need as objects; one made to need more is refused
-)
+_SLACK_NS = 5_000_000_000  # a busy machine starts and ends late
+_LATEST_NS = 2**61  # max time in a trace, so that sums of two fit into 64 bits
+_BASE_MEMORY_BYTES = 1 << 30  # address space of the interpreter and its libraries
+# Max memory of a trace's objects relative to its file; crafted files that need more are refused.
+_MEMORY_FACTOR = 8
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -219,21 +215,21 @@ def verify_and_store(
     """Verify a trace, and keep it compressed as `to`.
 
     Args:
-        folder: Where it was written.
-        name: The file's.
-        uid: Whose it has to be.
-        to: Where it goes, as an absolute path.
-        most_bytes: Of the file as it was written.
-        most_kept_bytes: Of all that is kept of this user.
-        trace_id: What it has to say it is.
-        start_ns: When its window was to begin; None where no instant was named.
-        duration_s: How long it was to be; None where steps were asked for.
-        steps: How many steps it has to hold at least; None where that does not matter.
-        most_result_bytes: Of the file that is kept; None where that does not matter.
+        folder: The directory that it was written into.
+        name: Its file name.
+        uid: Its required owner.
+        to: Destination, an absolute path.
+        most_bytes: Max size of the written file.
+        most_kept_bytes: Max size of everything kept for this user.
+        trace_id: The id that it must contain.
+        start_ns: Requested start of its window; None if there was none.
+        duration_s: Requested duration; None for a trace by steps.
+        steps: Min number of steps; None for any.
+        most_result_bytes: Max size of the kept file; None for any.
 
     Returns:
-        What it holds (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's
-        `bytes` and `sha256`; or `fault` (a slug) and `detail`.
+        Its content (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's
+            `bytes` and `sha256`; or `fault` (a slug) and `detail`.
     """
     target = Path(to)
     copy = target.with_name(f".{target.name}.copy")
@@ -249,16 +245,16 @@ def verify_and_store(
 def verify_and_store_memory(
     *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
 ) -> dict[str, Any]:
-    """Verify a memory snapshot, and keep it as `to`: it is a stranger's pickle, of which nothing is
-    run.
+    """Verify a memory snapshot, and keep it as `to`: it is an untrusted pickle, of which nothing is
+    executed.
 
     Args:
-        folder: Where it was written.
-        name: The file's.
-        uid: Whose it has to be.
-        to: Where it goes, as an absolute path.
-        most_bytes: Of the file.
-        most_kept_bytes: Of all that is kept of this user.
+        folder: The directory that it was written into.
+        name: Its file name.
+        uid: Its required owner.
+        to: Destination, an absolute path.
+        most_bytes: Max size of the file.
+        most_kept_bytes: Max size of everything kept for this user.
 
     Returns:
         The kept file's `bytes` and `sha256`; or `fault` (a slug) and `detail`.
@@ -286,7 +282,9 @@ def verify_and_store_memory(
 
 
 def _return_facts_or_fault(store: Callable[[], dict[str, Any]], copy: Path) -> dict[str, Any]:
-    """What is kept, or why nothing is; the copy that it was read from goes in any case."""
+    """Returns the facts of the kept file, or the fault; the temporary copy is deleted in any
+    case.
+    """
     try:
         return store()
     except _FaultError as fault:
@@ -299,7 +297,7 @@ def _return_facts_or_fault(store: Callable[[], dict[str, Any]], copy: Path) -> d
             "detail": (error.strerror or str(error)).lower(),
         }
     finally:
-        with contextlib.suppress(OSError):  # of a disk that has become read-only
+        with contextlib.suppress(OSError):  # the disk may have become read-only
             copy.unlink(missing_ok=True)
 
 
@@ -334,7 +332,8 @@ def _verify_trace(
 ) -> dict[str, Any]:
     if not path.stat().st_size:
         raise _FaultError(slug="damaged", detail="it holds nothing")
-    # A user's process must not make this one take the host's memory, and with it other users' jobs.
+    # A user's process must not make this one exhaust the host's memory, which would hit other
+    # users.
     memory_limit, hard = (
         _BASE_MEMORY_BYTES + _MEMORY_FACTOR * path.stat().st_size,
         resource.getrlimit(resource.RLIMIT_AS)[1],
@@ -361,7 +360,7 @@ def _verify_trace(
         for event in trace.traceEvents
         if event.ph == "X" and event.name.startswith("PyTorch Profiler (")
     ]
-    if not windows:  # PyTorch was still being imported: libkineto recorded alone
+    if not windows:  # PyTorch was still being imported: only libkineto recorded
         raise _FaultError(slug="empty", detail="PyTorch's profiler was not there yet")
     ts, dur = windows[0].ts, windows[0].dur
     if (
@@ -439,7 +438,9 @@ def _compress_trace(
 
 
 def _count_stored_bytes(target: Path) -> int:
-    """Of all requests of the user whose result goes there; what is not kept yet begins with a dot."""
+    """Returns the bytes of all requests of the destination's user; files not kept yet start with a
+    dot.
+    """
     stored_bytes = 0
     for entry in target.parents[1].glob("*/*"):
         if entry.parent.name != INCOMING_DIRECTORY and not entry.name.startswith("."):
@@ -449,7 +450,7 @@ def _count_stored_bytes(target: Path) -> int:
 
 
 def write_document(path: str, document: dict[str, Any]) -> None:
-    """Write `capture.json`, whole or not at all.
+    """Write `capture.json` atomically.
 
     Raises:
         OSError: It cannot be written.

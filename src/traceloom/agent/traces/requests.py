@@ -1,7 +1,7 @@
-"""A trace request, its targets and states; persistence.
+"""Trace requests with their targets and states, and the leases of resources.
 
-model.py ─► store.py (SQLite) ─► desk.py (runs them) ─► profilers/ ─► keeping.py (a worker:
-verified, compressed)
+database.py stores them, runner.py runs them with profilers/, and files.py verifies and compresses
+the results in a worker.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TraceTarget(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it changes no more."""
+        """Whether its state is final."""
         return self.state in ENDED_STATES
 
 
@@ -98,11 +98,11 @@ class TriggerCause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceRequest(msgspec.Struct, kw_only=True):
-    """A request. `uid`: whose the processes are; `files`: what lies in its directory.
+    """A request. `uid`: user of the processes; `files`: content of its directory.
 
-    `trigger`: None where somebody asked; `most_bytes`: of each file that is kept, None: as the
-    configuration says. `at_step`: with which step of each process it begins, by its own count; 0:
-    as `wanted.at_ns` says.
+    `trigger`: None if it was requested by a caller; `most_bytes`: max size of each kept file, None:
+    as configured. `at_step`: the first step to trace of each process, by its own count; 0: as
+    `wanted.at_ns` says.
     """
 
     id: str
@@ -116,16 +116,16 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     trigger: TriggerCause | None = None
     most_bytes: int | None = None
     at_step: int = 0
-    done: bool = False  # all targets have ended, and capture.json says so
+    done: bool = False  # all targets have ended, and capture.json is written
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of it changes any more."""
+        """Whether it is final."""
         return self.done
 
 
 class LeaseTable:
-    """Who has which resource, as `ptrace:123` or `kineto:123`."""
+    """Holders of exclusive resources such as `ptrace:123` or `kineto:123`."""
 
     def __init__(self) -> None:
         self._holders: dict[str, str] = {}
@@ -134,7 +134,7 @@ class LeaseTable:
         """Take all of them or none.
 
         Returns:
-            "" where they are taken, else the resource and who has it.
+            "" on success, else the first conflicting resource and its holder.
         """
         requested = sorted(set(resources))
         for resource in requested:
@@ -144,7 +144,7 @@ class LeaseTable:
         return ""
 
     def give_back(self, holder: str) -> None:
-        """Free all that it has."""
+        """Release all resources of a holder."""
         self._holders = {
             resource: name for resource, name in self._holders.items() if name != holder
         }

@@ -1,6 +1,6 @@
-"""Takes requests, runs them, and knows how far each is; after a restart it goes on where it was.
+"""Accepts trace requests, runs them and tracks their progress; resumes them after a restart.
 
-Everything here runs in the agent's loop; the disk is a thread's, long work a process's.
+Everything here runs in the agent's loop; disk access in a thread, long work in a process.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from traceloom.server.problem import HttpError
 LOG = logging.getLogger("traceloom.agent")
 CAPTURE_FILE = "capture.json"  # as docs/reference/capture-json.md describes it
 _POLL_S = 0.2
-_MAX_TARGETS = 4096  # of a request
-_MAX_REQUESTS = 2000  # that are remembered
+_MAX_TARGETS = 4096  # per request
+_MAX_REQUESTS = 2000  # kept, including ended ones
 
 
 class TraceService:
@@ -59,12 +59,12 @@ class TraceService:
     Args:
         config: The agent's.
         registry: Processes that poll.
-        processes: The processes that matter, by key, as they are now.
-        steps: How fast they step.
-        store: Where requests are written down.
-        places: Where their results lie.
-        boot_id: Of this host: after a restart of it no process is the same.
-        parts: Makes those profilers that need parts of the agent, by name.
+        processes: Returns the relevant processes by key.
+        steps: Their step rates.
+        store: Persists the requests.
+        places: Directories of the results.
+        boot_id: Of this host: no process survives a reboot.
+        parts: Creates the profilers that need parts of the agent, by name.
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
@@ -91,7 +91,7 @@ class TraceService:
         self._telling: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Go on with what an earlier agent left."""
+        """Resume the requests of an earlier agent."""
         loop = asyncio.get_running_loop()
         for request in await loop.run_in_executor(self._disk, self.store.load):
             self.requests[request.id] = request
@@ -99,7 +99,7 @@ class TraceService:
                 self._run(request)
 
     async def close(self) -> None:
-        """Stop; requests stay as they are, for the next agent."""
+        """Stop; requests keep their state for the next agent."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -118,19 +118,20 @@ class TraceService:
         max_bytes: int | None = None,
         at_step: int = 0,
     ) -> TraceRequest:
-        """Take a request, write it down, and begin.
+        """Accept a request, persist it, and start it.
 
         Args:
-            spec: What is asked for.
-            requester: By whom, for the log.
-            may_trace: Whether they may trace processes of a user.
-            trigger: The rule that asks, where nobody does.
-            max_bytes: Of each file that is kept, where that is less than the configuration allows.
-            at_step: With which step of each process it begins; 0: as `spec` says. For timelines of steps alone.
+            spec: The request.
+            requester: Its caller, for the log.
+            may_trace: Whether the caller may trace processes of a user.
+            trigger: The rule that requests it, if any.
+            max_bytes: Max size of each kept file, if less than configured.
+            at_step: First step to trace of each process; 0: as `spec` says. Only for timelines by
+                steps.
 
         Raises:
-            RequestError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`, `too-much`,
-                `cannot-write`.
+            HttpError: `wrong-request`, `no-such-process`, `several-users`, `no-profiler`, `quota`,
+                `too-much`, `cannot-write`.
         """
         self.check(spec)
         matching = self.matching(spec, may_trace)
@@ -176,14 +177,14 @@ class TraceService:
         return request
 
     def cancel(self, request: TraceRequest) -> None:
-        """Stop what of it has not ended; what PyTorch's profiler was told already it does, and
-        nobody reads it.
+        """Cancel its unfinished targets; a trace that PyTorch's profiler was already configured for
+        is taken but not read.
         """
         for task in self._targets.get(request.id, []):
             task.cancel("cancelled")
 
     async def changes(self, request: TraceRequest) -> AsyncIterator[TraceRequest]:
-        """The request now, and again after each change, until it has ended."""
+        """Yields the request now, and again after each change, until it has ended."""
         while True:
             version = self._versions.get(request.id, 0)
             yield request
@@ -193,7 +194,7 @@ class TraceService:
                 await self._changed.wait_for(lambda: self._versions.get(request.id, 0) != version)  # noqa: B023
 
     def is_traced(self, key: str) -> bool:
-        """Whether a request for the timeline of a process has not ended."""
+        """Whether a request for the timeline of a process is unfinished."""
         return any(
             target.process == key and target.profiler == "timeline" and not target.ended
             for request in self.requests.values()
@@ -202,10 +203,10 @@ class TraceService:
         )
 
     def file(self, request: TraceRequest, name: str) -> Path:
-        """Where a file of a request lies.
+        """Returns the path of a file of a request.
 
         Raises:
-            RequestError: `no-such-file`.
+            HttpError: `no-such-file`.
         """
         if name not in request.files:
             raise HttpError(
@@ -217,8 +218,8 @@ class TraceService:
         return self.places.of_request(request.uid, request.id) / name
 
     def forget_old(self) -> None:
-        """Delete requests that ended long ago, with their files, and what processes left; in the
-        disk's thread.
+        """Delete expired requests with their files, and leftovers of processes; in the disk's
+        thread.
         """
         old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
         ended = [request for request in self.requests.values() if request.ended]
@@ -232,10 +233,10 @@ class TraceService:
         self._disk.submit(self.places.sweep)
 
     def matching(self, spec: TraceSpec, may_trace: Callable[[int], bool]) -> list[Process]:
-        """The processes that a request is about.
+        """Returns the processes that a request selects.
 
         Raises:
-            RequestError: `no-such-process`: there are none, or none that may be traced.
+            HttpError: `no-such-process`: there are none, or none that may be traced.
         """
         if spec.host not in ("", self.config.host_name):
             raise HttpError(
@@ -258,14 +259,12 @@ class TraceService:
             if (
                 (not spec.job or process.owner.job == spec.job)
                 and (not spec.ranks or process.owner.rank in spec.ranks)
-                # A launcher's pid chooses its children; of those that do not poll only the process
-                # itself.
+                # A launcher's pid selects its children; without polling only the process itself.
                 and (not spec.pids or not {process.pid, *ancestors}.isdisjoint(spec.pids))
                 and (spec.pids or polls is not None or spec.attach)
             ):
                 matches.append(process)
-        # Those that have ended are remembered for a while, as the ranks of a job that was started
-        # again.
+        # Ended processes are kept for a while, such as the ranks of a job that was restarted.
         matches = self._workers(
             [
                 process
@@ -285,13 +284,11 @@ class TraceService:
         return matches
 
     def _workers(self, processes: list[Process]) -> list[Process]:
-        """Without those that only serve others: launchers beside their ranks, and what a rank
-        itself has started.
-        """
+        """Returns the processes without helpers: launchers of ranks, and children of ranks."""
         if any(process.owner.rank is not None for process in processes):
             processes = [process for process in processes if process.owner.rank is not None]
         commands = {process.pid: process.command for process in processes}
-        processes = [  # what polls counts; of others those that were forked from one of them do not
+        processes = [  # drop processes that do not poll and were forked from one of the others
             process
             for process in processes
             if process.key in self.registry.clients
@@ -307,8 +304,8 @@ class TraceService:
         ranks = {(process.pid, process.owner.job, process.owner.rank) for process in processes}
         steps = {process.key: bool(self.steps.per_second(process.key)) for process in processes}
         stepping = {process.pid for process in processes if steps[process.key]}
-        # Whoever has no rank and makes no steps, but started some that do (the launcher of
-        # `mp.spawn`) or was started by one (a worker of a data loader), only serves.
+        # A process without rank and steps is a helper if it started processes that have them (the
+        # launcher of `mp.spawn`) or was started by one (a worker of a data loader).
         launchers = {
             pid for process in processes if steps[process.key] for pid in ancestors[process.key]
         }
@@ -333,10 +330,10 @@ class TraceService:
         ]
 
     def check(self, spec: TraceSpec) -> None:
-        """Look at a request as such, whomever it is about.
+        """Validate a request independent of processes.
 
         Raises:
-            RequestError: `wrong-request`, `too-much`, `no-profiler`.
+            HttpError: `wrong-request`, `too-much`, `no-profiler`.
         """
         limits = self.config.traces
         if not (spec.pids or spec.job or spec.ranks or spec.host):
@@ -382,10 +379,10 @@ class TraceService:
         task.add_done_callback(lambda _: self._running.pop(request.id, None))
 
     async def _request(self, request: TraceRequest) -> None:
-        """All targets of a request, and at the end its capture.json."""
+        """Run all targets of a request, and write its capture.json at the end."""
         open_targets = [target for target in request.targets if not target.ended]
         traced = {target.process for target in open_targets if target.profiler == "timeline"}
-        # Those that an earlier agent had handed over have their instant already.
+        # Targets that an earlier agent had delivered already have a start time.
         waiting = {
             target.process
             for target in open_targets
@@ -429,7 +426,7 @@ class TraceService:
             )
             if process is None and client is not None:
                 process = _build_minimal_process(client)
-            elif process is None:  # after a restart of the agent nobody has been looked at yet
+            elif process is None:  # after a restart of the agent processes are not known yet
                 process = Process(
                     key=target.process,
                     pid=target.pid,
@@ -454,9 +451,9 @@ class TraceService:
             report("failed", error.slug, error.message)
         except asyncio.CancelledError as error:
             if error.args != ("cancelled",):
-                raise  # the agent ends; the next one goes on
+                raise  # the agent ends; the next one resumes
             report("cancelled", "cancelled", "it was cancelled")
-        except Exception as error:  # a profiler's defect ends its target, not the agent
+        except Exception as error:  # a bug in a profiler ends its target, not the agent
             LOG.exception("request %s, %s of process %d", request.id, target.profiler, target.pid)
             report("failed", "internal-error", f"{type(error).__name__}: {error}")
         finally:
@@ -507,8 +504,8 @@ class TraceService:
         report = partial(self._tell, request, target)
         if target.profiler == "memory":
             return AttachedMemoryProfiler(order, report, self._leases)
-        # After a restart of the agent a process that polls has perhaps not polled yet: what it was
-        # told it does.
+        # After a restart of the agent a polling process may not have polled yet; it still carries
+        # out what was delivered.
         polls = process.key in self.registry.clients or (
             target.state != "queued" and target.attached_ns is None
         )
@@ -559,11 +556,11 @@ class TraceService:
         request.files += sorted({path.name for path in paths} - set(request.files))
 
     async def traced(self, request: TraceRequest) -> tuple[int, int]:
-        """Wait for the timelines of a request; from when the first of them really was to when the
-        last, ns.
+        """Wait for the timelines of a request; returns the actual start of the first and end of the
+        last window, ns.
 
         Raises:
-            ProfilerError: `no-duration`: none was kept, or none says when it was.
+            ProfilerError: `no-duration`: no timeline was kept, or none has a known window.
         """
         timelines = [target for target in request.targets if target.profiler == "timeline"]
         async with self._changed:
@@ -590,7 +587,7 @@ class TraceService:
             path = self.places.of_request(request.uid, request.id) / CAPTURE_FILE
             try:
                 await asyncio.to_thread(write_document, str(path), document)
-                # What an earlier agent kept is there, too.
+                # Include files that an earlier agent kept.
                 request.files = sorted(
                     path.name for path in path.parent.iterdir() if not path.name.startswith(".")
                 )
@@ -607,7 +604,9 @@ class TraceService:
     def _capture(
         self, request: TraceRequest, kept_targets: Iterable[TraceTarget]
     ) -> dict[str, Any]:
-        """capture.json: one entry per process that has a timeline, and what was asked for."""
+        """Returns the content of capture.json: one entry per process with a timeline, and the
+        request.
+        """
         entries: list[dict[str, Any]] = []
         for target in kept_targets:
             if target.profiler != "timeline":
@@ -662,8 +661,8 @@ class TraceService:
         detail: str = "",
         **facts: Any,
     ) -> asyncio.Task[None]:
-        """A target is in a state: in memory at once, on disk and to listeners when the task has
-        ended.
+        """Set the state of a target: at once in memory, and on disk and for listeners when the
+        returned task ends.
         """
         if state != target.state or reason != target.reason:
             target.since_ns = time.time_ns()
@@ -678,7 +677,7 @@ class TraceService:
 
     async def _write(self, request: str, target: TraceTarget) -> None:
         await self._notify(request)
-        with contextlib.suppress(OutputError):  # the store's trouble says it; the request goes on
+        with contextlib.suppress(OutputError):  # see the store's `trouble`; the request continues
             await asyncio.get_running_loop().run_in_executor(
                 self._disk, self.store.put_target, target
             )
@@ -718,7 +717,7 @@ def _create_targets(
 
 
 def _build_minimal_process(client: ProfilerClient) -> Process:
-    """A process that polls and has not been looked at yet."""
+    """Returns a process that polls and has not been examined yet."""
     return Process(
         key=client.key,
         pid=client.pid,

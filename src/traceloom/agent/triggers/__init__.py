@@ -1,1 +1,1 @@
-"""The host's triggers."""
+"""Rules that trigger traces on this host: conditions, budgets and requests."""

@@ -1,6 +1,4 @@
-"""Looks at the rules, asks the desk for what they want as far as cooldown and budget allow it, and
-counts refusals.
-"""
+"""Evaluates the rules, requests traces within cooldown and budget, and counts refusals."""
 
 from __future__ import annotations
 
@@ -58,10 +56,10 @@ from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
 DEFAULT_STEPS = 3
-_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while the occurrence lasts
 _NEVER_NS = 1 << 63
-_ASSUMED_STEP_S = 1.0  # where nobody knows how fast a process steps
-_MAX_ATTEMPTS = 8192  # (rule, target) that are remembered
+_ASSUMED_STEP_S = 1.0  # if the step rate of a process is unknown
+_MAX_ATTEMPTS = 8192  # (rule, target) pairs kept
 _REFUSAL_REASONS = (
     "cooldown",
     "budget-share",
@@ -71,20 +69,18 @@ _REFUSAL_REASONS = (
     "no-steps",
     "no-such-process",
 )
-# Failures of a target by which its process was not traced at all.
+# Failures of a target that mean that its process was not traced at all.
 _UNTRACED_REASONS = frozenset(
     {"not-registered", "expired", "exited", "leased", "no-profiler", "not-stepping"}
 )
 
 
-# By user and target: the same of several ranks of a job is one occurrence.
+# By user and target, so that several ranks of a job make one occurrence.
 _Occurrences = dict[tuple[int, str], tuple[TriggerTarget, list[Occurrence]]]
 
 
 class _Attempt(NamedTuple):
-    """What became of a rule and a target last: which occurrences those were, and from when on they
-    are tried again.
-    """
+    """The last attempt of a rule for a target: its occurrences, and the time of the next retry."""
 
     episodes: frozenset[str]
     again_ns: int
@@ -92,17 +88,17 @@ class _Attempt(NamedTuple):
 
 
 class TriggerEngine:
-    """All rules of this agent. Lives in its loop; what it writes is a thread's.
+    """All rules of this agent. Runs in its loop; writes in a thread.
 
     Args:
         config: The agent's, with the rules.
-        board: What is measured, what happened, and who runs.
-        desk: Takes the requests, and knows who is traced and how fast they step.
-        store: Where it is written down.
+        board: Measured values, events and processes.
+        desk: Takes the requests, and knows running traces and step rates.
+        store: Persists charges and counts.
         disk: The thread for that.
-        audit: Where it is noted what was asked for and refused.
-        now_ns: When the agent starts, on the clock that `tick` is called with.
-        watches: Makes the watches of further kinds of rules, by `on`.
+        audit: Logs requests and refusals.
+        now_ns: Start of the agent, on the clock of `tick`.
+        watches: Creates the watches of further kinds of rules, by `on`.
     """
 
     def __init__(  # noqa: PLR0917  (the parts of the agent)
@@ -120,7 +116,7 @@ class TriggerEngine:
         self.counts: dict[str, RuleCounts] = {name: RuleCounts() for name in self.rules}
         self.ledger = TriggerLedger(config.trigger_budget)
         self.store = store
-        self.now_ns = now_ns  # of the last tick
+        self.now_ns = now_ns  # at the last tick
         self._config, self._board, self._desk, self._disk, self._audit = (
             config,
             board,
@@ -137,19 +133,19 @@ class TriggerEngine:
         self.watches: dict[str, Watch | None] = {
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }
-        self._defects: dict[str, str] = {}  # rule -> what its watch raised last
+        self._defects: dict[str, str] = {}  # rule -> last exception of its watch
         self._tried: dict[tuple[str, int, str], _Attempt] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
 
     async def start(self, now_ns: int) -> None:
-        """Take up what an earlier agent left; the desk has been started."""
+        """Load the state of an earlier agent; the trace service must have been started."""
         charges, counts = await asyncio.get_running_loop().run_in_executor(
             self._disk, self.store.load
         )
         self.counts |= {name: stored for name, stored in counts.items() if name in self.rules}
         self.ledger.add(charges, now_ns)
-        # An agent that was killed between a request and its charge, or whose file was damaged,
-        # still has the request.
+        # Restore charges from requests if the agent was killed between the two, or the file of
+        # charges was damaged.
         charged = {charge.request for charge in charges}
         missing = [
             charge
@@ -161,7 +157,7 @@ class TriggerEngine:
         self._write(missing)
 
     async def tick(self, now_ns: int) -> None:
-        """Settle what has ended, look at all rules, and ask for what they want.
+        """Settle ended requests, evaluate all rules, and request their traces.
 
         Args:
             now_ns: Nanoseconds since the epoch, of a clock that never jumps while the agent runs.
@@ -182,7 +178,7 @@ class TriggerEngine:
                         )
                 for target, firings in occurrences.values():
                     await self._try(rule, firings, target, now_ns)
-            except Exception as error:  # a defect of one rule must not stop the others
+            except Exception as error:  # a bug in one rule must not stop the others
                 if name not in self._defects:
                     LOG.exception("trigger %s has a defect", name)
                 self._defects[name] = f"{type(error).__name__}: {error}"
@@ -191,7 +187,7 @@ class TriggerEngine:
         self._write()
 
     def readings(self) -> list[Reading]:
-        """What rules have done and cost."""
+        """Returns the counts and costs of rules."""
         readings = [
             Reading(
                 "trigger_budget_left_bytes", (), float(max(self.ledger.bytes_left(self.now_ns), 0))
@@ -204,8 +200,8 @@ class TriggerEngine:
                 Reading("trigger_kept_bytes_total", (name,), float(counts.kept_bytes)),
                 *(
                     Reading("trigger_refusals_total", (name, reason), float(number))
-                    # Also those that never happened: of a counter that begins at 1, Prometheus does
-                    # not see the first.
+                    # Zeros as well: Prometheus misses the first increment of a counter that starts
+                    # at 1.
                     for reason, number in (
                         dict.fromkeys(_REFUSAL_REASONS, 0) | counts.refusals
                     ).items()
@@ -214,7 +210,7 @@ class TriggerEngine:
         return readings if self.rules else []
 
     def trouble(self) -> dict[str, str]:
-        """Rule -> why it cannot fire as things are; only those that cannot."""
+        """Returns rule -> why it cannot fire now; without rules that can."""
         problems = {}
         for name, watch in self.watches.items():
             rule = self.rules[name]
@@ -256,7 +252,9 @@ class TriggerEngine:
         )
 
     def _targets(self, rule: TriggerRule, firing: Occurrence) -> Iterable[TriggerTarget]:
-        """Whom a rule is to trace; of what only happened it is said where nobody is left."""
+        """Yields the targets of a rule for an occurrence; an event whose processes have all ended
+        gets a refusal.
+        """
         processes = self._index.find_by_labels(firing.labels)
         if not processes and firing.labels and not firing.lasts:
             owners = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
@@ -272,8 +270,8 @@ class TriggerEngine:
                         ),
                     )
                 ]
-        # What the series itself says of them needs no other witness: a rank may be known from its
-        # steps alone.
+        # Labels of the series itself need no confirmation by owners: a rank may be known from step
+        # reports only.
         owner_filter = {
             label: value for label, value in rule.where.items() if firing.labels.get(label) != value
         }
@@ -289,8 +287,8 @@ class TriggerEngine:
     async def _try(
         self, rule: TriggerRule, firings: list[Occurrence], target: TriggerTarget, now_ns: int
     ) -> None:
-        """Make the request, or count why there is none; once per occurrence, and now and then while
-        it goes on.
+        """Make the request, or count the refusal; once per occurrence, and periodically while it
+        lasts.
         """
         key, episodes = (
             (rule.name, target.uid, target.key),
@@ -325,14 +323,14 @@ class TriggerEngine:
             noted_ns = tried.noted_ns if tried is not None else 0
             if (
                 not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS
-            ):  # in the audit log once a minute at most
+            ):  # at most once a minute in the audit log
                 noted_ns = now_ns
                 facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
                 write = partial(
                     self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts
                 )
                 self._disk.submit(write)
-        self._tried.pop(key, None)  # the one that was tried last stands last
+        self._tried.pop(key, None)  # keeps the order by the last attempt
         self._tried[key] = _Attempt(episodes, again_ns, noted_ns)
         if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
@@ -340,7 +338,7 @@ class TriggerEngine:
     async def _request(
         self, rule: TriggerRule, firing: Occurrence, target: TriggerTarget, now_ns: int
     ) -> TriggerRefusal | None:
-        """Ask the desk; why not, where it is refused."""
+        """Submit the request; returns the refusal, if any."""
         if target.refusal is not None:
             return target.refusal
         spec = _build_trace_spec(
@@ -352,9 +350,7 @@ class TriggerEngine:
             return owner == uid
 
         try:
-            processes = self._desk.matching(
-                spec, may_trace
-            )  # also those that a launcher has started
+            processes = self._desk.matching(spec, may_trace)  # includes children of a launcher
             if any(self._desk.is_traced(process.key) for process in processes):
                 return TriggerRefusal("traced", "it is being traced already")
             seconds = {process.key: self._seconds(spec, process.key) for process in processes}
@@ -387,13 +383,13 @@ class TriggerEngine:
         return None
 
     def _seconds(self, spec: TraceSpec, process: str) -> float:
-        """How long a process is traced at most, as far as it can be said before."""
+        """Returns an upper estimate of the trace duration of a process."""
         rate, max_seconds = self._desk.steps.per_second(process), self._config.traces.most_seconds
         step_seconds = 2 * ((spec.steps or 0) + 1) * (1 / rate if rate else _ASSUMED_STEP_S)
         return min(step_seconds if spec.duration_s is None else spec.duration_s, max_seconds)
 
     def _charges(self, request: TraceRequest, cause: TriggerCause, at_ns: int) -> Iterator[Charge]:
-        """What a request costs at most: one per process."""
+        """Yields the max charges of a request, one per process."""
         for process in dict.fromkeys(target.process for target in request.targets):
             files = sum(target.process == process for target in request.targets)
             yield Charge(
@@ -408,7 +404,7 @@ class TriggerEngine:
             )
 
     def _settle(self) -> None:
-        """Put what was measured in the place of what was set aside, for requests that have ended."""
+        """Replace reserved charges by measured ones, for requests that have ended."""
         settled = []
         for charge in self.ledger.charges:
             if charge.settled:
@@ -416,7 +412,7 @@ class TriggerEngine:
             request = self._desk.requests.get(charge.request)
             if request is not None and not request.ended:
                 continue
-            if request is not None:  # of one that was forgotten nobody knows more
+            if request is not None:  # a deleted request keeps its reserved charge
                 seconds = [0.0]
                 targets = [target for target in request.targets if target.process == charge.process]
                 for target in targets:
@@ -424,7 +420,7 @@ class TriggerEngine:
                         window_ns = max(target.window_end_ns - target.window_start_ns, 0)
                         seconds.append(window_ns / 1e9 * target.attempt)
                     elif target.state != "failed" or target.reason not in _UNTRACED_REASONS:
-                        seconds.append(charge.seconds)  # nobody measured it: what was set aside
+                        seconds.append(charge.seconds)  # not measured: the reserved amount
                 charge.seconds = max(seconds)
                 charge.bytes = sum(target.bytes or 0 for target in targets)
             charge.settled = True
@@ -440,7 +436,7 @@ class TriggerEngine:
     def _write(
         self, charges: list[Charge] | None = None, removed: list[Charge] | None = None
     ) -> None:
-        """Hand copies of what has changed to the disk's thread."""
+        """Pass copies of the changes to the disk's thread."""
         changed, self._changed = self._changed, set()
         if charges or removed or changed:
             rules = {name: copy.deepcopy(self.counts[name]) for name in changed}
@@ -448,7 +444,7 @@ class TriggerEngine:
 
 
 def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> TraceSpec:
-    """What a rule asks the desk for."""
+    """Returns the trace request of a rule."""
     steps = DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps
     return TraceSpec(
         pids=pids,
@@ -462,5 +458,5 @@ def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Tra
 
 
 def get_rule_kind(rule: AnyRule) -> str:
-    """The kind of a rule, as `on` of agent.toml names it."""
+    """Returns the kind of a rule, the value of `on` in agent.toml."""
     return str(rule.__struct_config__.tag)

@@ -1,4 +1,4 @@
-"""Charges of past requests, budgets per window, kept over a restart."""
+"""Targets of rules, budgets per window, and the charges of requests, kept over a restart."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from traceloom.system.units import format_duration, format_size
 
 
 class TriggerRefusal(NamedTuple):
-    """Why a rule traces nobody: a slug, and the sentence."""
+    """Why a rule does not trace: a slug, and the sentence."""
 
     reason: str
     detail: str
 
 
 class TriggerTarget(NamedTuple):
-    """Processes of one user that are to be traced together. `key`: the job, or the process where it
-    has none.
+    """Processes of one user that are traced together. `key`: their job, or the process if it has
+    none.
 
-    The name of a job is nobody's own: another user's of the same name is another target. `uid`: -1:
-    nobody is left.
+    Names of jobs are not unique: another user's job of the same name is another target. `uid` -1:
+    no process is left.
     """
 
     uid: int
@@ -42,11 +42,10 @@ class TriggerTarget(NamedTuple):
 
 
 class ProcessIndex:
-    """The board's processes by job, device and cgroup, so that what a rule sees finds those that it
-    is about.
+    """The snapshot's processes by job, device and cgroup, to find those that a rule is about.
 
     Args:
-        board: Whose processes are replaced as a whole when they are looked at again.
+        board: Its processes are replaced as a whole at each scan.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -55,7 +54,7 @@ class ProcessIndex:
         self._processes_by_label: dict[tuple[str, str], list[Process]] = {}
 
     def find_by_labels(self, labels: Mapping[str, str]) -> list[Process]:
-        """The processes that labels name, as `Firing` has them."""
+        """Returns the processes that labels of an `Occurrence` name."""
         if "process" in labels:
             process = self._snapshot.processes.get(labels["process"])
             return [process] if process is not None else []
@@ -77,7 +76,7 @@ class ProcessIndex:
         if "job" in labels:
             rank = labels.get("rank")
             members = self._look_up("job", labels["job"])
-            # A process may have told its rank with its steps, and nothing else knows it.
+            # The rank of a process may be known only from its step reports.
             with_rank = [member for member in members if _format_rank(member) == rank] or [
                 member for member in members if not _format_rank(member)
             ]
@@ -85,7 +84,7 @@ class ProcessIndex:
         return list(self._snapshot.processes.values())
 
     def list_job_processes(self, uid: int, job: str) -> list[Process]:
-        """The processes of a job that are a user's."""
+        """Returns the processes of a user's job."""
         return [process for process in self._look_up("job", job) if process.uid == uid]
 
     def _look_up(self, label: str, value: str) -> list[Process]:
@@ -103,7 +102,7 @@ class ProcessIndex:
 
 
 def filter_by_owner(processes: Iterable[Process], labels: Mapping[str, str]) -> list[Process]:
-    """Those whose owner is as `labels` says."""
+    """Returns the processes whose owner matches the labels."""
     owner_labels = {label: value for label, value in labels.items() if label in OWNER_LABELS}
     return [
         process
@@ -123,14 +122,14 @@ def select_targets(
     registered_keys: Collection[str],
     step_counter: StepCounter,
 ) -> Iterator[TriggerTarget]:
-    """Whom a rule traces where something is about these processes.
+    """Yields the targets of a rule for an occurrence about these processes.
 
     Args:
-        rule: Says which of them.
-        processes: Those that it is about.
-        index: Has the others of their jobs.
-        registered_keys: Keys of processes whose PyTorch asks for traces.
-        step_counter: How fast they step.
+        rule: Selects among them.
+        processes: Those that the occurrence is about.
+        index: Has the other processes of their jobs.
+        registered_keys: Keys of processes whose PyTorch polls for traces.
+        step_counter: Their step rates.
     """
     groups: dict[tuple[int, str], list[Process]] = {}
     for process in _exclude_launchers(list(processes)):
@@ -158,7 +157,7 @@ def select_targets(
 
 
 def _exclude_launchers(processes: list[Process]) -> list[Process]:
-    """Without those that have no rank while others of their job have one."""
+    """Returns the processes without those that have no rank while others of their job have one."""
     jobs_with_ranks = {process.owner.job for process in processes if process.owner.rank is not None}
     return [
         process
@@ -198,14 +197,12 @@ def _format_rank(process: Process) -> str:
 
 
 DAY_NS = 86_400 * 10**9
-_MIN_BUDGET_AGE_NS = (
-    3600 * 10**9
-)  # a process that is younger may be traced as long as one of this age
+_MIN_BUDGET_AGE_NS = 3600 * 10**9  # a younger process may be traced for as long as one of this age
 
 
 class Charge(msgspec.Struct, kw_only=True):
-    """What a request of a rule costs a process: seconds traced and bytes kept; until it is
-    `settled`, at most.
+    """The cost of a rule's request for one process: seconds traced and bytes kept; the maximum
+    until it is `settled`.
     """
 
     request: str
@@ -223,7 +220,7 @@ class TriggerLedger:
     """All charges that still count.
 
     Args:
-        budget: What may be spent.
+        budget: The limits.
     """
 
     def __init__(self, budget: TriggerBudget) -> None:
@@ -231,10 +228,10 @@ class TriggerLedger:
         self.charges: list[Charge] = []  # oldest first
         self._last_fired_ns: dict[
             tuple[str, int, str], int
-        ] = {}  # rule, user and target -> when last
+        ] = {}  # (rule, user, target) -> time of the last request
 
     def add(self, charges: Iterable[Charge], now_ns: int) -> None:
-        """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
+        """Add charges; those in the future, as after a clock was set back, are dated now."""
         for charge in charges:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges.append(charge)
@@ -243,7 +240,7 @@ class TriggerLedger:
         self.charges.sort(key=lambda charge: charge.at_ns)
 
     def forget(self, before_ns: int) -> list[Charge]:
-        """Drop settled charges of before an instant, at least a day ago; those that were dropped."""
+        """Drop and return settled charges before an instant, which is at least a day ago."""
         removed = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
         if removed:
             self.charges = [
@@ -255,7 +252,7 @@ class TriggerLedger:
         return removed
 
     def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
-        """Seconds until the rule may trace the target of a user again; 0.0 where it may."""
+        """Returns the seconds until the rule may trace a user's target again; 0.0 if it may."""
         fired_ns = self._last_fired_ns.get((rule, uid, target))
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
@@ -266,8 +263,8 @@ class TriggerLedger:
         files_per_process: int,
         now_ns: int,
     ) -> TriggerRefusal | None:
-        """Why processes cannot be traced for so long (by key), with so many files each; None where
-        they can.
+        """Returns why processes cannot be traced for these seconds (by key), with so many files
+        each; None if they can.
         """
         for process in processes:
             requested_s = seconds[process.key]
@@ -296,11 +293,11 @@ class TriggerLedger:
         return None
 
     def reserve(self, file_count: int) -> int:
-        """Bytes that so many files have at most."""
+        """Returns the max bytes of so many files."""
         return file_count * int(self._budget.mb_per_trace * 1e6)
 
     def bytes_left(self, now_ns: int) -> int:
-        """What may be kept now; what runs counts with what it may have."""
+        """Returns the bytes that may still be kept; unsettled charges count with their maximum."""
         return int(self._budget.mb_per_day * 1e6) - sum(
             charge.bytes for charge in self._list_counted_charges(now_ns)
         )
@@ -349,7 +346,7 @@ class LastRefusal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleCounts(msgspec.Struct, kw_only=True):
-    """What a rule has done since it is there. None: never."""
+    """Counts of a rule since it was created. None: never."""
 
     fired: int = 0
     refusals: dict[str, int] = {}  # by reason
@@ -362,10 +359,10 @@ class RuleCounts(msgspec.Struct, kw_only=True):
 class TriggerStore:
     """Blocks, so it is called in a thread, once the loop runs.
 
-    A file that cannot be read is put aside: what requests tell of their triggers is still there.
+    An unreadable file is moved away: requests still contain their triggers.
 
     Args:
-        path: The file; its directory is made. None keeps in memory alone.
+        path: The file; its directory is created. None: in memory only.
 
     Raises:
         InputError: `other-version`: the file has another schema.
@@ -373,15 +370,15 @@ class TriggerStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.trouble = ""  # why the last change is not on disk
+        self.trouble = ""  # why the last change could not be written
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         with self._lock:
             self._try_open()
 
     def load(self) -> tuple[list[Charge], dict[str, RuleCounts]]:
-        """Charges, and what each rule has done; nothing where the file cannot be read, which
-        `trouble` says.
+        """Returns the charges, and the counts of each rule; empty if the file cannot be read, see
+        `trouble`.
         """
         with self._lock:
             try:
@@ -408,8 +405,8 @@ class TriggerStore:
         rules: dict[str, RuleCounts],
         removed: Sequence[Charge] = (),
     ) -> None:
-        """Write what has changed; what cannot be is said by `trouble`, and told to the next agent
-        by the requests.
+        """Write changes; on failure `trouble` is set, and the next agent restores them from the
+        requests.
         """
         with self._lock:
             if self._database is None:
@@ -440,7 +437,7 @@ class TriggerStore:
                     self._set_aside_damaged_file()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         with self._lock:
             if self._database is not None:
                 with contextlib.suppress(sqlite3.Error):

@@ -1,13 +1,12 @@
-"""Host conditions: metric, OOM kill, Xid, hang, step regression, schedule.
+"""Watches of host conditions: metric, OOM kill, Xid, hang, step regression, schedule.
 
-values.py (the board by metric) ─► metric.py ┐
-              events.py, regression.py, cadence.py ┴─► engine.py ─► requests/desk.py
-                     targets.py (whom), ledger.py (how much), store.py (SQLite) ┘
+adapter.py evaluates them, and requests traces from the trace service; store.py selects targets and
+limits costs.
 
-Two things must be so. The median of the last N steps is above that of the steps before by the share
-of the rule. And of the last N so many are above the median before as chance gives once in a million
-looks: had nothing changed, each would be above it as often as below. Steps while a trace runs are
-left out: tracing slows them down.
+A step regression has two conditions. The median of the last N steps exceeds that of the steps
+before by the rule's ratio. And the number of the last N steps above the previous median is so large
+that chance gives it once in a million checks: without a change, each would be above it as often as
+below. Steps during a trace are ignored, as tracing slows them down.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from traceloom.system.units import (
 
 
 class Occurrence(NamedTuple):
-    """What a rule watches for is so now.
+    """The condition of a rule is met now.
 
-    `labels` say whom it is about: `process` (a key), `device` (a uuid), `cgroup`, or `job` and
-    perhaps `rank`; without any it is the whole host. `episode` is the same text for as long as it
-    is the same occurrence. `what` is the sentence that the request carries. `lasts`: whether
-    another trace is worth having while it goes on.
+    `labels` identify the object: `process` (a key), `device` (a uuid), `cgroup`, or `job` and
+    perhaps `rank`; without any it is the whole host. `episode` is constant for as long as it is the
+    same occurrence. `what` is the sentence for the request. `lasts`: whether another trace is
+    useful while it lasts.
     """
 
     labels: Mapping[str, str]
@@ -52,40 +51,40 @@ class Occurrence(NamedTuple):
 
 
 class Watch(Protocol):
-    """What a rule watches for. Called in the agent's loop, about once a second."""
+    """The condition of a rule. Called in the agent's loop, about once a second."""
 
     def look(self, now_ns: int) -> Iterable[Occurrence]:
-        """What is so now; what merely happened is given once.
+        """Returns the current occurrences; an event is returned once.
 
         Args:
             now_ns: Nanoseconds since the epoch, of a clock that never jumps.
         """
 
     def trouble(self) -> str:
-        """Why it cannot fire as things are; "" where it can."""
+        """Returns why it cannot fire now; "" if it can."""
 
 
 Labels = tuple[str, ...]
 
 
 class MatchingSeries(NamedTuple):
-    """Series that a rule looks at: of a metric, with these labels (column and value)."""
+    """Series of a metric with given labels (column and value)."""
 
     metric: str
     labels: tuple[tuple[int, str], ...]
 
     def takes(self, labels: Labels) -> bool:
-        """Whether a series of the metric is one of them."""
+        """Whether a series of the metric matches."""
         return all(labels[column] == value for column, value in self.labels)
 
     @property
     def key(self) -> tuple[str, int, str]:
-        """What it is filed under: its first label stands for all."""
+        """The index key, with the first label only."""
         return (self.metric, *(self.labels[0] if self.labels else (-1, "")))
 
 
 def match_series(metric: str, where: Mapping[str, str]) -> MatchingSeries:
-    """The series of a metric by those of the labels that it has."""
+    """Returns the series of a metric that match those of the labels that the metric has."""
     names = METRICS[metric].labels
     return MatchingSeries(
         metric,
@@ -94,11 +93,11 @@ def match_series(metric: str, where: Mapping[str, str]) -> MatchingSeries:
 
 
 class SeriesValues:
-    """Values as they were delivered last; counters as rates per second since the time before.
+    """The last delivered values; counters as rates per second since the previous delivery.
 
     Args:
-        board: Where they are.
-        wanted: What rules look at.
+        board: Their source.
+        wanted: The series of all rules.
     """
 
     def __init__(self, board: Snapshot, watched: Iterable[MatchingSeries]) -> None:
@@ -109,10 +108,10 @@ class SeriesValues:
             self._columns.setdefault(metric, set()).add(column)
         self._sheets: dict[str, CollectorResult] = {}
         self._files: dict[str, dict[tuple[str, int, str], dict[Labels, float]]] = {}  # by collector
-        self.changed = 0  # how often anything was delivered, or taken away
+        self.changed = 0  # number of changes
 
     def refresh(self) -> None:
-        """Take what is new on the board: once per tick, for all rules."""
+        """Read new values of the snapshot: once per tick, for all rules."""
         for collector in [name for name in self._sheets if name not in self._board.results]:
             del self._sheets[collector], self._files[collector]
             self.changed += 1
@@ -127,11 +126,11 @@ class SeriesValues:
                     now = value
                     if (
                         METRICS[series[0]].kind == "counter"
-                    ):  # its rate per second, at first sight unknown
+                    ):  # the rate per second, unknown at the first delivery
                         last = before.values.get(series) if before is not None else None
                         if before is None or last is None or sheet.at_ns <= before.at_ns:
                             continue
-                        # One that was set back began anew at 0.
+                        # A counter that was reset started again at 0.
                         now = (value - last if value >= last else value) / (
                             (sheet.at_ns - before.at_ns) / 1e9
                         )
@@ -144,42 +143,43 @@ class SeriesValues:
                 self.changed += 1
 
     def of(self, matching: MatchingSeries) -> Iterable[tuple[Labels, float]]:
-        """The series that match, as they are now."""
+        """Yields the matching series and their current values."""
         for files in self._files.values():
             for labels, value in files.get(matching.key, {}).items():
                 if matching.takes(labels):
                     yield labels, value
 
     def delivered(self) -> set[str]:
-        """Metrics that have a series now."""
+        """Returns the metrics that have series now."""
         return {metric for sheet in self._board.results.values() for metric, _ in sheet.values}
 
 
-_MAX_ENDED_SERIES = 10_000  # series that are absent
+_MAX_ENDED_SERIES = 10_000  # absent series kept
 
 
 @dataclass(slots=True)
 class _SeriesState:
-    """Of a series: its last value; since when it is as the rule says (None: it is not); and when it
-    was there last.
+    """State of a series: its last value; since when the rule's condition holds (None: it does not);
+    and when it was last present.
     """
 
     value: float
     since_ns: int | None
     at_ns: int
-    # Of the last while, what may still be the least and the greatest, oldest first: (instant,
+    # Monotonic queues of candidates for the min and max of the window, oldest first: (instant,
     # value).
     least: deque[tuple[int, float]] = field(default_factory=deque)
     greatest: deque[tuple[int, float]] = field(default_factory=deque)
 
 
 class MetricWatch:
-    """Looks at series when they are delivered.
+    """Checks series when they are delivered.
 
     Args:
-        rule: What to look for.
-        values: The board's.
-        still_there: Whether those whom labels name are there, so that a series of theirs could be, too.
+        rule: The condition.
+        values: The snapshot's values.
+        still_there: Whether the objects that labels name still exist, so that their series could,
+            too.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class MetricWatch:
         self._series: dict[Labels, _SeriesState] = {}
         self._looked = -1
         metric = METRICS[self.matching.metric]
-        # The `device` of a network card is none that processes are on.
+        # The `device` of a network card is not one that processes use.
         owner_labels = (
             ()
             if metric.name.startswith("rdma_")
@@ -205,7 +205,7 @@ class MetricWatch:
         ]
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:
-        """Series for which the rule holds, for as long as it does."""
+        """Yields the series for which the condition holds, for as long as it does."""
         rule, fresh = self.rule, self._values.changed != self._looked
         if fresh:
             self._looked = self._values.changed
@@ -252,7 +252,7 @@ class MetricWatch:
             )
 
     def trouble(self) -> str:
-        """Whether there is any series to look at."""
+        """Reports that there is no series to check."""
         if self._series or any(True for _ in self._values.of(self.matching)):
             return ""
         delivered, metric = self._values.delivered(), self.matching.metric
@@ -262,7 +262,7 @@ class MetricWatch:
                 f", but {likely}" if likely else ""
             )
         if METRICS[metric].kind == "counter" and not self.matching.labels:
-            return ""  # its rate is there when it has been delivered twice
+            return ""  # a rate needs two deliveries
         return f"no series of `{metric}` has the labels of `where`"
 
     def _take(self, now_ns: int) -> None:
@@ -276,8 +276,7 @@ class MetricWatch:
                 state = self._series[labels] = _SeriesState(value, None, now_ns)
             state.value, state.at_ns = value, now_ns
             if rule.changed is not None and rule.within is not None:
-                # How far the values since then are apart; each value enters and leaves each queue
-                # once
+                # The range of the values since then; each value enters and leaves each queue once.
                 oldest_ns = now_ns - int(rule.within * 1e9)
                 for queue, sign in ((state.least, 1.0), (state.greatest, -1.0)):
                     while queue and queue[0][0] < oldest_ns:
@@ -294,8 +293,7 @@ class MetricWatch:
                 (state.since_ns if state.since_ns is not None else now_ns) if is_met else None
             )
         missing = [labels for labels in self._series if labels not in present]
-        # What is not there is not above anything; an absent one is kept until those whom it was of
-        # are gone.
+        # A missing series does not exceed anything; an absent one is kept until its object is gone.
         for labels in missing if rule.absent is None else missing[:-_MAX_ENDED_SERIES]:
             del self._series[labels]
 
@@ -307,7 +305,7 @@ def _format_measure(value: float, measure: str) -> str:
 
 
 def match_rule_series(rule: MetricRule) -> MatchingSeries:
-    """The series that a rule looks at."""
+    """Returns the series that a rule is about."""
     return match_series(rule.metric.removeprefix(PREFIX), rule.where)
 
 
@@ -315,10 +313,10 @@ Event = TypeVar("Event")
 
 
 class OomKillWatch:
-    """Gives each kill once; of its job those are meant who are left.
+    """Returns each kill once; it is about the remaining processes of the job.
 
     Args:
-        board: Where kills are noted.
+        board: Has the kills.
     """
 
     def __init__(self, board: Snapshot) -> None:
@@ -326,7 +324,7 @@ class OomKillWatch:
         self._last = board.oom_kills[-1] if board.oom_kills else None
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
-        """Kills since the last look."""
+        """Yields the kills since the last call."""
         kills, last = self._board.oom_kills, self._last
         self._last = kills[-1] if kills else last
         for kill in _select_new_events(kills, last):
@@ -337,7 +335,7 @@ class OomKillWatch:
             )
 
     def trouble(self) -> str:
-        """Whether kills are counted here."""
+        """Reports that kills are not counted here."""
         counted_here = any(
             metric == "oom_kills_total" for (metric, _), _, _ in self._board.values()
         )
@@ -349,11 +347,11 @@ class OomKillWatch:
 
 
 class XidWatch:
-    """Gives each error of a device once.
+    """Returns each error of a device once.
 
     Args:
-        rule: Which errors.
-        board: Where events of devices are noted.
+        rule: Selects the errors.
+        board: Has the events of devices.
     """
 
     def __init__(self, rule: XidRule, board: Snapshot) -> None:
@@ -361,7 +359,7 @@ class XidWatch:
         self._last = board.events[-1] if board.events else None
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
-        """Errors since the last look."""
+        """Yields the errors since the last call."""
         events, last = self._board.events, self._last
         self._last = events[-1] if events else last
         for event in _select_new_events(events, last):
@@ -375,13 +373,13 @@ class XidWatch:
                 )
 
     def trouble(self) -> str:
-        """Whether there are devices that have such errors."""
+        """Reports that no device has such errors."""
         nvidia = any(device.vendor == "nvidia" for device in self._board.devices.values())
         return "" if nvidia else "no device of NVIDIA is here, and only those have Xid errors"
 
 
 def _select_new_events(events: Sequence[Event], last: Event | None) -> Sequence[Event]:
-    """Those after the last that was seen; all where it is no longer there."""
+    """Returns the events after the last one seen; all if that is no longer in the list."""
     for index in range(len(events) - 1, -1, -1):
         if events[index] is last:
             return events[index + 1 :]
@@ -389,20 +387,20 @@ def _select_new_events(events: Sequence[Event], last: Event | None) -> Sequence[
 
 
 class HangRuleWatch:
-    """Gives each hang once it is sure.
+    """Returns each hang once it is confirmed.
 
     Args:
-        hangs: Knows them.
+        hangs: Detects them.
     """
 
     def __init__(self, hangs: HangService) -> None:
         self._hangs = hangs
         self._known: frozenset[str] | None = (
-            None  # as of the last look; None before it: what an earlier agent saw
+            None  # at the last call; None before it: those of an earlier agent
         )
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
-        """Hangs that began since the last look and of which it is known whom the others wait for."""
+        """Yields the hangs that started since the last call and whose blocking ranks are known."""
         described = [record for record in self._hangs.records if record.sentence]
         before, self._known = self._known, frozenset(record.id for record in described)
         for record in described:
@@ -410,7 +408,7 @@ class HangRuleWatch:
                 yield Occurrence({"job": record.hang.job}, record.id, record.sentence)
 
     def trouble(self) -> str:
-        """Whether hangs are watched for here."""
+        """Reports that hangs are not detected here."""
         return (
             ""
             if self._hangs.config.hangs.watch
@@ -419,13 +417,12 @@ class HangRuleWatch:
 
 
 class CadenceWatch:
-    """Fires when the next stretch of time begins; in the one in which the agent started it does
-    not.
+    """Fires at the start of each period, but not in the one in which the agent started.
 
     Args:
-        rule: How often.
-        host: Whose; hosts of a fleet are not traced at one instant.
-        now_ns: When the agent starts.
+        rule: The period.
+        host: Its name, which shifts the periods: hosts of a fleet are not traced at the same time.
+        now_ns: Start of the agent.
     """
 
     def __init__(self, rule: CadenceRule, host: str, now_ns: int) -> None:
@@ -435,7 +432,7 @@ class CadenceWatch:
         self._first = (now_ns - self.phase_ns) // self._every_ns
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:
-        """The stretch that is now."""
+        """Yields the current period."""
         period = (now_ns - self.phase_ns) // self._every_ns
         if period != self._first:
             yield Occurrence(
@@ -443,33 +440,33 @@ class CadenceWatch:
             )
 
     def trouble(self) -> str:
-        """A clock always goes on."""
+        """Always "": it can always fire."""
         return ""
 
 
-_HISTORY_FACTOR = 4  # so many times N steps are what they were before
+_HISTORY_FACTOR = 4  # the baseline has at most so many times N steps
 _DEVIATIONS = 4.9  # standard deviations of the number above the median: one chance in two million
 _MAX_PROCESSES = 4096
 
 
 @dataclass(slots=True)
 class _StepHistory:
-    """Durations of a process in seconds: those before, and the last ones until there are N."""
+    """Step durations of a process in seconds: the baseline, and the last ones until there are N."""
 
     before: deque[float]
     last: list[float] = field(default_factory=list)
-    slow: tuple[float, float] | None = None  # the medians before and now, while it is slower
+    slow: tuple[float, float] | None = None  # (baseline, current) median, while it is slower
     episode: int = 0
 
 
 class StepRegressionWatch:
-    """Hears of steps as they come, and compares when N more are there.
+    """Collects step durations, and compares each N of them with the baseline.
 
     Args:
-        rule: By how much, of how many.
-        steps: Tells of them.
-        is_traced: Whether a process is traced now, by key.
-        exists: Whether there is such a process.
+        rule: The ratio, and the number of steps.
+        steps: Source of step durations.
+        is_traced: Whether a process is being traced, by key.
+        exists: Whether the process exists.
     """
 
     def __init__(
@@ -484,7 +481,7 @@ class StepRegressionWatch:
         steps.listeners.append(self._hear)
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
-        """Processes that are slower than they were."""
+        """Yields the processes that are slower than before."""
         for process, past in list(self._past.items()):
             if past.slow is None:
                 continue
@@ -501,7 +498,7 @@ class StepRegressionWatch:
             )
 
     def trouble(self) -> str:
-        """Whether steps of any process are known."""
+        """Reports that no steps of any process are known."""
         return (
             ""
             if self._past
@@ -520,12 +517,12 @@ class StepRegressionWatch:
                 deque(maxlen=_HISTORY_FACTOR * self._rule.last)
             )
         for seconds, number in durations:
-            # Steps with one mean, as probes see them, are no witnesses of their own: it takes ten
-            # looks at least.
+            # Steps with a common mean, as counted by probes, are not independent: N of them need at
+            # least ten observations.
             past.last += [seconds] * min(number, max(self._rule.last // 10, 1))
             while len(past.last) >= self._rule.last:
                 window, past.last = past.last[: self._rule.last], past.last[self._rule.last :]
-                # N steps are judged by those before; slower ones never become what was before.
+                # N steps are compared with the baseline; slower ones never become part of it.
                 if len(past.before) < 2 * len(window):
                     past.before.extend(window)
                     continue
