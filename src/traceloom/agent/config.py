@@ -73,12 +73,10 @@ class Owners(ConfigTable, frozen=True):
     """Sources of ownership in addition to the environment of processes."""
 
     kubelet: str = "/var/lib/kubelet/pod-resources/kubelet.sock"
-    job_mapping: str = (
-        ""  # directory with one file per GPU, as dcgm-exporter's --hpc-job-mapping-dir
-    )
-    variables: dict[
-        str, str
-    ] = {}  # variable of the environment -> field of Owner, or `labels.NAME`
+    # Directory with one file per GPU, as dcgm-exporter's --hpc-job-mapping-dir.
+    job_mapping: str = ""
+    # Variable of the environment -> field of Owner, or `labels.NAME`.
+    variables: dict[str, str] = {}
 
 
 class HistorySettings(ConfigTable, frozen=True):
@@ -130,9 +128,8 @@ class Hangs(ConfigTable, frozen=True):
     bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
     steps: float = 10.0  # no step for so many of the process's median steps
     least: Seconds = 60.0  # and at least for so long
-    busy: Seconds = (
-        1800.0  # a job that works without steps (checkpoint, evaluation) does not hang for so long
-    )
+    # A job that works without steps (checkpoint, evaluation) does not hang for so long.
+    busy: Seconds = 1800.0
     every: Seconds = 3600.0  # between two bundles of a job
     most_mb: float = 100.0  # of a bundle
     most_bundles_per_user: int = 16
@@ -302,8 +299,8 @@ class Config(ConfigTable, frozen=True):
 
     def __post_init__(self) -> None:
         names = [rule.name for rule in self.triggers]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two triggers have the name `{twice[0]}`")
+        if duplicates := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two triggers have the name `{duplicates[0]}`")
 
     @property
     def host_name(self) -> str:

@@ -171,9 +171,8 @@ class Agent:
         self.job_facts: dict[str, TracedFacts] = {}  # facts of the last trace of each job
         self._requests: Counter[tuple[str, str]] = Counter()
         self._writing = ThreadPoolExecutor(1, "history")
-        self._started_ns = time.time_ns() - time.clock_gettime_ns(
-            time.CLOCK_BOOTTIME
-        )  # of the host
+        # Boot time of the host.
+        self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self.triggers = TriggerEngine(
             config,
             self.board,
@@ -238,9 +237,11 @@ class Agent:
             self.scheduler.start()
             stack.push_async_callback(self.scheduler.stop)
             if self.triggers.rules:
-                looking = asyncio.create_task(self._look_at_rules(), name="triggers")
-                stack.push_async_callback(lambda: asyncio.gather(looking, return_exceptions=True))
-                stack.callback(looking.cancel)
+                trigger_task = asyncio.create_task(self._look_at_rules(), name="triggers")
+                stack.push_async_callback(
+                    lambda: asyncio.gather(trigger_task, return_exceptions=True)
+                )
+                stack.callback(trigger_task.cancel)
             LOG.info("listens at %s", self.locations.socket)
             waiting = ready()
             if waiting is not None:
@@ -461,9 +462,8 @@ class Agent:
                 if steps_taken.process in self.board.processes:
                     owner = self.board.processes[steps_taken.process].owner
                     self.step_counts.count(steps_taken, owner.job, owner.rank)
-        self.history.keep(
-            self.board, time.time_ns()
-        )  # at the period of the collectors, even while they are fast
+        # At the period of the collectors, even while they are fast.
+        self.history.keep(self.board, time.time_ns())
 
     async def _tick_until_stopped(self, guard: SocketJanitor) -> None:
         loop = asyncio.get_running_loop()

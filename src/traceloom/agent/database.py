@@ -63,12 +63,12 @@ def move_damaged_file(path: Path) -> str:
     Raises:
         OSError: It cannot be renamed.
     """
-    aside = f"{path}.damaged-{time.time_ns()}"
-    path.rename(aside)
+    damaged_path = f"{path}.damaged-{time.time_ns()}"
+    path.rename(damaged_path)
     for end in ("-wal", "-shm"):  # they belong to the damaged file
         with contextlib.suppress(FileNotFoundError):
-            Path(f"{path}{end}").rename(f"{aside}{end}")
-    return aside
+            Path(f"{path}{end}").rename(f"{damaged_path}{end}")
+    return damaged_path
 
 
 VERSION = 2
@@ -135,11 +135,11 @@ class RequestStore:
         Raises:
             OutputError: `cannot-write`.
         """
-        bare = msgspec.structs.replace(request, targets=[])
+        request_row = msgspec.structs.replace(request, targets=[])
         self._write(
             (
                 "INSERT OR REPLACE INTO requests VALUES (?, ?, ?)",
-                (request.id, request.asked_ns, msgspec.json.encode(bare)),
+                (request.id, request.asked_ns, msgspec.json.encode(request_row)),
             ),
             *((_PUT_TARGET, msgspec.structs.astuple(target)) for target in request.targets),
         )

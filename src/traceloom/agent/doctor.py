@@ -195,7 +195,7 @@ def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
     The kernel's list of sockets is read rather than their files, which a user may have replaced.
     """
     host_sockets = _read_socket_names(proc / "net/unix") if (proc / "net/unix").exists() else set()
-    unheard: dict[str, list[int]] = {}
+    pids_by_directory: dict[str, list[int]] = {}
     for process in sorted(processes, key=lambda process: process.pid):
         if POLLS not in process.declared:
             continue
@@ -210,8 +210,8 @@ def _check_jobs(processes: Iterable[Process], proc: Path) -> Iterator[Check]:
             if directory
             else _ABSTRACT_SHOWN in names
         ):
-            unheard.setdefault(directory, []).append(process.pid)
-    for directory, pids in unheard.items():
+            pids_by_directory.setdefault(directory, []).append(process.pid)
+    for directory, pids in pids_by_directory.items():
         name = f"process {pids[0]}" + (f" and {len(pids) - 1} more" if len(pids) > 1 else "")
         if directory:
             yield Check(
@@ -348,8 +348,8 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     errors = {state.name: state.trouble for state in agent.board.collectors.values()}
     empty = {
         name
-        for name, sheet in agent.board.results.items()
-        if not sheet.values and not sheet.histograms
+        for name, result in agent.board.results.items()
+        if not result.values and not result.histograms
     }
     checks = examine_parts(
         agent.config,

@@ -103,9 +103,8 @@ Values = Mapping[tuple[str, tuple[str, ...]], float]  # (metric, labels after th
 PIPE_METRIC = "gpu_pipe_active_ratio"
 VECTOR_TYPES = ("fp64", "fp32", "fp16")
 MATRIX_TYPES = ("tf32", "bf16", "fp16", "fp8", "fp4")  # computed by the 16-bit pipe (HMMA)
-HALF_TO_SINGLE = (
-    1.0  # ratio of FP16 to FP32 pipe activity above which the matrices have at most 16 bits
-)
+# Ratio of FP16 to FP32 pipe activity above which the matrices have at most 16 bits.
+HALF_TO_SINGLE = 1.0
 MIN_ACTIVITY = 1e-3  # of the FP16 pipe, for the ratio to be significant
 
 # Names of element types as jobs and frameworks write them.

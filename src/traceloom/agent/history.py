@@ -99,14 +99,14 @@ class History:
 
     def keep(self, board: Snapshot, now_ns: int) -> None:
         """Store new values of the snapshot in memory."""
-        for name, sheet in board.results.items():
+        for name, result in board.results.items():
             before = self._seen.get(name)
-            if before is not None and before.at_ns == sheet.at_ns:
+            if before is not None and before.at_ns == result.at_ns:
                 continue
-            series = tuple(sheet.values)
+            series = tuple(result.values)
             if before is not None and before.series == series:
                 series = before.series  # share one tuple while the series stay the same
-            self._seen[name] = _Recent(sheet.at_ns, series, array("d", sheet.values.values()))
+            self._seen[name] = _Recent(result.at_ns, series, array("d", result.values.values()))
             self._recent.append(self._seen[name])
         oldest = now_ns - self.settings.recent_seconds * 10**9
         # A clock that jumped ahead and back leaves instants that never expire, so the number is
@@ -118,9 +118,8 @@ class History:
     def recent(self, metric: str, since_ns: int, until_ns: int) -> list[Points]:
         """Returns the series of a metric in memory, with instants from `since_ns` to `until_ns`."""
         series: dict[Labels, tuple[array[int], array[float]]] = {}
-        columns: dict[
-            int, list[tuple[int, Labels]]
-        ] = {}  # tuple of series -> positions of this metric's series
+        # Tuple of series -> positions of this metric's series.
+        columns: dict[int, list[tuple[int, Labels]]] = {}
         for tick in self._recent:
             if since_ns <= tick.at_ns <= until_ns:
                 if id(tick.series) not in columns:
@@ -345,11 +344,11 @@ class History:
         """Rename a damaged file, which has to be closed; the next write creates a new one."""
         assert self.path is not None
         try:
-            aside = move_damaged_file(self.path)
+            damaged_path = move_damaged_file(self.path)
         except OSError as error:  # retried by the next write
             self.trouble = str(error)
             return
-        LOG.warning("the history is damaged and put aside as %s", aside)
+        LOG.warning("the history is damaged and put aside as %s", damaged_path)
         self._again = 0.0
         self.lost["damaged-file"] += 1
 
@@ -520,8 +519,8 @@ def evaluate_query(
         series_labels = {label: points.labels[column] for label, column in columns.items()}
         unowned = [(series_labels, 1.0)]
         parts = owners.over_time(series_labels, points.times_ns) if owners else repeat(unowned)
-        for at_ns, value, on in zip(points.times_ns, points.values, parts, strict=False):
-            for facts, weight in on:
+        for at_ns, value, owners_at in zip(points.times_ns, points.values, parts, strict=False):
+            for facts, weight in owners_at:
                 if all(facts.get(key, "") == expected for key, expected in where.items()):
                     key = tuple(facts.get(part, "") for part in by)
                     groups.setdefault(key, _WeightedSums({}, {})).add(at_ns, value, weight)
@@ -559,9 +558,8 @@ class _WeightedSums(NamedTuple):
     def columns(self, *, averaged: bool) -> tuple[list[int], list[float]]:
         times = sorted(self.totals)
         if averaged:
-            times = [
-                at_ns for at_ns in times if self.weights[at_ns]
-            ]  # an average is undefined at total weight 0
+            # An average is undefined at total weight 0.
+            times = [at_ns for at_ns in times if self.weights[at_ns]]
             return times, [self.totals[at_ns] / self.weights[at_ns] for at_ns in times]
         return times, [self.totals[at_ns] for at_ns in times]
 
@@ -570,9 +568,8 @@ class _OwnershipIndex:
     """Shares of devices and owners of processes over time."""
 
     def __init__(self, fetch: Fetch, foreign: list[str], *, shares: bool) -> None:
-        self.shares: dict[
-            str, list[tuple[str, Points]]
-        ] = {}  # device -> (process, its share over time)
+        # device -> (process, its share over time).
+        self.shares: dict[str, list[tuple[str, Points]]] = {}
         if shares:
             columns = get_label_columns("process_gpu_share_ratio")
             for points in fetch("process_gpu_share_ratio"):
@@ -597,14 +594,14 @@ class _OwnershipIndex:
         if "process" in series_labels:
             facts = {**self.facts.get(series_labels["process"], {}), **series_labels}
             return [[(facts, 1.0)] for _ in times_ns]
-        on = [
+        owner_points = [
             ({**self.facts.get(process, {}), "process": process, **series_labels}, points)
             for process, points in self.shares.get(series_labels.get("device", ""), [])
         ]
         result = []
         for at_ns in times_ns:
             parts = []
-            for facts, points in on:
+            for facts, points in owner_points:
                 index = bisect_right(points.times_ns, at_ns) - 1
                 if index >= 0 and at_ns - points.times_ns[index] <= _OWNERSHIP_HOLD_NS:
                     parts.append((facts, points.values[index]))

@@ -56,9 +56,8 @@ class Snapshot:
         self.events: list[DeviceEvent] = []  # the last ones, oldest first
         self.oom_kills: list[OomKill] = []  # the last ones, oldest first
         self.processes: dict[str, Process] = {}
-        self.listeners: list[
-            Callable[[str, CollectorResult], None]
-        ] = []  # called with every delivery
+        # Called with every delivery.
+        self.listeners: list[Callable[[str, CollectorResult], None]] = []
 
     def put(
         self, collector: str, readings: Iterable[Reading | HistogramReading], at_ns: int
@@ -69,7 +68,7 @@ class Snapshot:
             ValueError: A reading of a metric that is not declared, or with other labels than
                 declared.
         """
-        sheet = CollectorResult(at_ns, {}, {})
+        result = CollectorResult(at_ns, {}, {})
         for reading in readings:
             metric = METRICS.get(reading.metric)
             if metric is None or len(metric.labels) != len(reading.labels):
@@ -78,12 +77,12 @@ class Snapshot:
                 )
             series = (reading.metric, reading.labels)
             if isinstance(reading, HistogramReading):
-                sheet.histograms[series] = reading
+                result.histograms[series] = reading
             else:
-                sheet.values[series] = reading.value
-        self.results[collector] = sheet
+                result.values[series] = reading.value
+        self.results[collector] = result
         for watcher in self.listeners:
-            watcher(collector, sheet)
+            watcher(collector, result)
 
     def stale(self, collector: str) -> None:
         """Remove the readings of a collector, which are outdated."""
@@ -99,7 +98,7 @@ class Snapshot:
 
     def series(self) -> int:
         """The number of series; a histogram is one."""
-        return sum(len(sheet.values) + len(sheet.histograms) for sheet in self.results.values())
+        return sum(len(result.values) + len(result.histograms) for result in self.results.values())
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
         """Yields every series with its value and its time."""

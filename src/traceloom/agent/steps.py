@@ -170,13 +170,13 @@ class StepCounter:
         if observed.waited is not None:
             counter.waited = (counter.waited or 0.0) + observed.waited
         self._untaken[process] = self._untaken.get(process, 0) + number
-        pacing = self._paces.setdefault(observed.process, _PaceTracker())
-        pacing.lived = now
+        tracker = self._paces.setdefault(observed.process, _PaceTracker())
+        tracker.lived = now
         if number:
-            pacing.between.append(now - pacing.last if pacing.steps else observed.seconds)
-            pacing.steps += number
-            pacing.last = now
-            pacing.times.append(observed.seconds / number)
+            tracker.between.append(now - tracker.last if tracker.steps else observed.seconds)
+            tracker.steps += number
+            tracker.last = now
+            tracker.times.append(observed.seconds / number)
         times = self._rates.setdefault(process, deque())
         times.append((now, RecentSteps(number, observed.seconds, observed.waited)))
         while times[0][0] < now - _RATE_WINDOW_S and len(times) > 1:
@@ -184,11 +184,15 @@ class StepCounter:
 
     def pace(self, process: str) -> StepPace | None:
         """Returns the pace of a process; None if it has not made a step."""
-        pacing = self._paces.get(process)
-        if pacing is None or not pacing.steps:
+        tracker = self._paces.get(process)
+        if tracker is None or not tracker.steps:
             return None
         return StepPace(
-            pacing.steps, pacing.last, pacing.lived, median(pacing.times), median(pacing.between)
+            tracker.steps,
+            tracker.last,
+            tracker.lived,
+            median(tracker.times),
+            median(tracker.between),
         )
 
     def total(self, process: str) -> int | None:
@@ -221,22 +225,22 @@ class StepCounter:
         if len(times) <= 1 or times[-1][0] < now - _RATE_WINDOW_S:
             return None
         # The steps of the first report ended before the span started.
-        return sum(lately.number for _, lately in times[1:]) / (now - times[0][0])
+        return sum(steps.number for _, steps in times[1:]) / (now - times[0][0])
 
     def lately(self, process: str) -> RecentSteps | None:
         """Returns the last minute of a process; None if it has not stepped in it."""
         oldest = time.monotonic() - _RATE_WINDOW_S
         recent = [
-            lately for recorded_at, lately in self._rates.get(process, ()) if recorded_at >= oldest
+            steps for recorded_at, steps in self._rates.get(process, ()) if recorded_at >= oldest
         ]
         number, waits = (
-            sum(lately.number for lately in recent),
-            [lately.waited for lately in recent],
+            sum(steps.number for steps in recent),
+            [steps.waited for steps in recent],
         )
         if not number:
             return None
         waited = None if None in waits else sum(wait for wait in waits if wait is not None)
-        return RecentSteps(number, sum(lately.seconds for lately in recent), waited)
+        return RecentSteps(number, sum(steps.seconds for steps in recent), waited)
 
     def take(self, process: str) -> int | None:
         """Returns the steps of a process since the last call; None if it has never reported."""
@@ -256,7 +260,7 @@ class StepCounter:
             process: times for process, times in self._rates.items() if process in living
         }
         self._paces = {
-            process: pacing for process, pacing in self._paces.items() if process in living
+            process: tracker for process, tracker in self._paces.items() if process in living
         }
         self._totals = {
             process: total for process, total in self._totals.items() if process in living
@@ -447,12 +451,14 @@ class ProbedStepClock:
         wait = marks.get((LOADER, 0))
         waited_ns = wait.total_ns - before.get((LOADER, 0), nothing).total_ns if wait else None
         steps = [
-            (kind, marks[kind, which].first_ns, which) for kind, which in clocks if kind != LOADER
+            (kind, marks[kind, mark_id].first_ns, mark_id)
+            for kind, mark_id in clocks
+            if kind != LOADER
         ]
         if not steps and not waited_ns:
             return None
-        kind, _, which = min(steps, default=(PROFILER_STEP, 0, 0))
-        now, last = marks.get((kind, which), nothing), before.get((kind, which), nothing)
+        kind, _, mark_id = min(steps, default=(PROFILER_STEP, 0, 0))
+        now, last = marks.get((kind, mark_id), nothing), before.get((kind, mark_id), nothing)
         buckets = tuple(
             number - earlier for number, earlier in zip(now.buckets, last.buckets, strict=True)
         )
@@ -462,9 +468,8 @@ class ProbedStepClock:
             process.key in library.processes and process.start_ticks > library.since_ticks
             for library in self._libraries.values()
         )
-        total = (
-            now.number + 1 if saw_start and len(steps) == 1 else None
-        )  # the first call ends no step
+        # The first call only starts a step.
+        total = now.number + 1 if saw_start and len(steps) == 1 else None
         return StepsTaken(
             process.key, buckets, seconds, None if waited_ns is None else waited_ns / 1e9, total
         )

@@ -144,9 +144,8 @@ class JobAccounting:
         self._elapsed_s = 0.0
         self._elapsed_ms = 0
         self.device_times: list[JobDeviceTime] = []
-        self.input_bytes: dict[
-            str, float
-        ] = {}  # job -> bytes that it read in the last tick, if known
+        # job -> bytes that it read in the last tick, if known.
+        self.input_bytes: dict[str, float] = {}
         self._last_joules: dict[str, float] = {}  # device -> its counter at the last tick
 
     def readings(
@@ -165,9 +164,8 @@ class JobAccounting:
             jobs: The jobs on this host now.
         """
         self._elapsed_s += interval_s
-        ms = (
-            round(self._elapsed_s * 1000) - self._elapsed_ms
-        )  # of the sum of intervals, so that rounding errors do not accumulate
+        # Round the sum of intervals, so that rounding errors do not accumulate.
+        ms = round(self._elapsed_s * 1000) - self._elapsed_ms
         self._elapsed_ms += ms
         measured = TickMeasurements(
             snapshot.devices,
@@ -219,10 +217,10 @@ class JobAccounting:
         snapshot: Snapshot, shares: Mapping[tuple[str, str], Share], jobs: Sequence[JobTick]
     ) -> dict[str, dict[str, float]]:
         """Returns device -> job that holds it -> its share of the device's work."""
-        job_of = {process: job.job for job in jobs for process in job.processes}
+        job_by_process = {process: job.job for job in jobs for process in job.processes}
         shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
         for (device, process), share in shares.items():
-            job = job_of.get(process, NO_JOB)
+            job = job_by_process.get(process, NO_JOB)
             shares_by_device[device][job] = shares_by_device[device].get(job, 0.0) + share.part
         for job_now in jobs:
             for device in job_now.devices:
@@ -400,9 +398,8 @@ def combine_flop_rates(
     return FlopRate(low, high, method) if device_shares else None
 
 
-MIN_MODELLED_SHARE = (
-    0.9  # min share of compute kernel time with counted FLOPs, for these to be a reference
-)
+# Min share of compute kernel time with counted FLOPs, for these to be a reference.
+MIN_MODELLED_SHARE = 0.9
 
 
 def load_traced_facts(path: str) -> dict[str, Any]:

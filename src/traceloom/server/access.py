@@ -30,9 +30,8 @@ from traceloom.server.settings import Access, Token
 
 Visibility = Literal["all", "own", "host"]
 
-_SO_PEERGROUPS = (
-    59  # supplementary groups of a peer, since Linux 4.13; not in Python's socket module
-)
+# Supplementary groups of a peer, since Linux 4.13; not in Python's socket module.
+_SO_PEERGROUPS = 59
 _OWNER_LABELS = frozenset({"process", "job", "cgroup"})  # labels that identify a series' owner
 
 
@@ -150,9 +149,8 @@ class RateLimiter:
         self.per_second, self.hint = per_second, hint
         self.most = max(1.0, 2 * per_second)
         self.clock = clock
-        self.buckets: dict[
-            str, tuple[float, float]
-        ] = {}  # peer -> (tokens, time), least recently seen first
+        # peer -> (tokens, time), least recently seen first.
+        self.buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, name: str) -> None:
         """Count a request of a peer.
@@ -161,8 +159,8 @@ class RateLimiter:
             HttpError: `too-many-requests`: no token is left.
         """
         now = self.clock()
-        tokens, then = self.buckets.pop(name, (self.most, now))
-        tokens = min(self.most, tokens + (now - then) * self.per_second)
+        tokens, last_s = self.buckets.pop(name, (self.most, now))
+        tokens = min(self.most, tokens + (now - last_s) * self.per_second)
         self.buckets[name] = (max(0.0, tokens - 1), now)
         if len(self.buckets) > _MAX_CALLERS:
             del self.buckets[next(iter(self.buckets))]

@@ -290,9 +290,9 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
     listener, lock = bind_unix_socket(path)
     listeners = OpenListeners(state, path, lock)
     loop = asyncio.get_running_loop()
-    unix_door = AgentListener(tcp, access, connections, loopback=None)
+    unix_listener = AgentListener(tcp, access, connections, loopback=None)
     listeners.servers.append(
-        await loop.create_unix_server(connection(unix_door), sock=listener, backlog=_BACKLOG)
+        await loop.create_unix_server(connection(unix_listener), sock=listener, backlog=_BACKLOG)
     )
     if tcp.address:
         host, port = host_and_port(tcp.address)

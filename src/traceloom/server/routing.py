@@ -226,10 +226,9 @@ def parse_time(text: str, now_ns: int) -> int:
         elif _NUMBER.fullmatch(text):
             at_ns = int(float(text) * 1e9)
         else:
-            time_of = datetime.fromisoformat(text.replace("Z", "+00:00"))
+            parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
             at_ns = int(
-                (time_of if time_of.tzinfo else time_of.replace(tzinfo=timezone.utc)).timestamp()
-                * 1e9
+                (parsed if parsed.tzinfo else parsed.replace(tzinfo=timezone.utc)).timestamp() * 1e9
             )
     except (ValueError, OverflowError) as error:
         raise make_bad_request(

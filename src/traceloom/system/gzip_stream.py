@@ -140,7 +140,7 @@ class GzipStream:
             return
         self._stream.seek(member)
         inflate = zlib.decompressobj(31)
-        got = 0
+        text_bytes = 0
         for position in range(member, end, _RECOVERY_CHUNK_BYTES):
             packed = self._stream.read(min(_RECOVERY_CHUNK_BYTES, end - position))
             size = (
@@ -151,9 +151,9 @@ class GzipStream:
                     text = inflate.decompress(packed[start : start + size])
                 except zlib.error:
                     return
-                got += len(text)
-                if text and got > decoded:
-                    text = text[max(0, len(text) - (got - decoded)) :]
+                text_bytes += len(text)
+                if text and text_bytes > decoded:
+                    text = text[max(0, len(text) - (text_bytes - decoded)) :]
                     self.given += len(text)
                     yield text
 
@@ -203,5 +203,5 @@ def write_gzip(
     Raises:
         OutputError: `file-exists`, `cannot-write`.
     """
-    packs = path.name.lower().endswith(".gz") if gzip is None else gzip
-    return files.write(path, compress_output(produce) if packs else produce, force=force)
+    compresses = path.name.lower().endswith(".gz") if gzip is None else gzip
+    return files.write(path, compress_output(produce) if compresses else produce, force=force)

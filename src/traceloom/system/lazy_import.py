@@ -23,10 +23,10 @@ class _LazyPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self._homes:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        home = self._homes[name]
-        if home is None:
+        module_name = self._homes[name]
+        if module_name is None:
             return importlib.import_module(f"{self.__name__}.{name}")
-        value = getattr(importlib.import_module(home, self.__name__), name)
+        value = getattr(importlib.import_module(module_name, self.__name__), name)
         super().__setattr__(name, value)
         return value
 

@@ -132,10 +132,10 @@ def pin_to_one_core(events: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        everywhere = set().union(*saved_affinity.values())
+        all_cores = set().union(*saved_affinity.values())
         for thread in [int(task.name) for task in tasks.iterdir()] if saved_affinity else ():
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, saved_affinity.get(thread, everywhere))
+                os.sched_setaffinity(thread, saved_affinity.get(thread, all_cores))
 
 
 @contextlib.contextmanager

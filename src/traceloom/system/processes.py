@@ -18,8 +18,8 @@ from typing import Any
 import traceloom
 from traceloom.system import process
 
-# `-I`: nothing is imported from the current directory, which may be an untrusted archive. The import
-# path of this process comes in the first line.
+# `-I`: nothing is imported from the current directory, which may be an untrusted archive. The
+# import path of this process comes in the first line.
 _BOOTSTRAP = (
     "import json, sys; line = sys.stdin.readline(); line.endswith('\\n') or sys.exit(); first = json.loads(line); "
     "sys.path[:] = first['imports']; from importlib import import_module; import_module(first['main']).main()"

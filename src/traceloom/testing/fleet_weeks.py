@@ -125,9 +125,8 @@ class KernelChange:
 TEAMS = (
     Team("recommender", "ads", "feed", "ana", "torch 2.9", kernels=40),
     Team("assistant", "ads", "chat", "bo", "torch 2.13", busy=0.9, kernels=40),
-    Team(
-        "vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40
-    ),  # holds its devices idle
+    # Holds its devices idle.
+    Team("vision", "research", "", "chen", "torch 2.13", busy=0.05, kernels=40),
     Team("speech", "", "", "", "jax 0.7", hosts=1, kernels=40),  # of unknown owner
 )
 CHANGES = (
@@ -246,7 +245,7 @@ def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_Gene
     the last day.
     """
     jobs, first = [], 0
-    spare = sum(team.hosts for team in recipe.teams)
+    next_host = sum(team.hosts for team in recipe.teams)
     for team in recipe.teams:
         moves = [
             change
@@ -256,18 +255,22 @@ def _create_jobs(recipe: WeeksRecipe, chance: np.random.Generator) -> list[_Gene
         hosts = [(first + offset, 0, recipe.days) for offset in range(team.hosts)]
         for change in moves:
             hosts = [(host, start_day, min(end, change.day)) for host, start_day, end in hosts]
-            hosts.append((spare, change.day, recipe.days))
-            spare += 1
+            hosts.append((next_host, change.day, recipe.days))
+            next_host += 1
         for host, start_day, end in hosts:
             now = start_day * _DAY_MS + int(chance.integers(_HOUR_MS))
             while now < end * _DAY_MS:
-                long = int(chance.integers(2 * _HOUR_MS, 9 * _HOUR_MS))
+                duration_ms = int(chance.integers(2 * _HOUR_MS, 9 * _HOUR_MS))
                 jobs.append(
                     _GeneratedJob(
-                        f"{team.model}-{host}-{now // _MINUTE_MS}", team, host, now, now + long
+                        f"{team.model}-{host}-{now // _MINUTE_MS}",
+                        team,
+                        host,
+                        now,
+                        now + duration_ms,
                     )
                 )
-                now += long + int(chance.integers(2 * _HOUR_MS))
+                now += duration_ms + int(chance.integers(2 * _HOUR_MS))
         first += team.hosts
     return jobs
 
@@ -319,11 +322,11 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                 large = np.prod(
                     [change.factor for change in kernel_changes if change.cause == "shapes"]
                 )
-                for size, share, longer in ((512, 1.0, 1.0), (2048, 0.25 * large, 3.0)):
+                for size, share, work_factor in ((512, 1.0, 1.0), (2048, 0.25 * large, 3.0)):
                     call_ns = (
                         mean
                         * factor
-                        * longer
+                        * work_factor
                         * job_factors[kernel_index]
                         * np.exp(chance.normal(0, recipe.scatter / 2))
                     )
@@ -345,7 +348,7 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                             "total_ns": total,
                             "min_ns": round(0.9 * call_ns),
                             "max_ns": round(1.2 * call_ns),
-                            "roofline_ns": round(0.4 * mean * longer * call_count)
+                            "roofline_ns": round(0.4 * mean * work_factor * call_count)
                             if bound != "latency"
                             else None,
                             "clock_hz": 1.5e9,

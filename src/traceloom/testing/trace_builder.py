@@ -384,8 +384,8 @@ class TraceBuilder:
         device: int = 0,
     ) -> TraceBuilder:
         """A copy, with a name such as `Memcpy HtoD (Pageable -> Device)`."""
-        spelled, extra_args = self._spell.copy(name, bytes, device, stream, correlation)
-        return self._work(self._spell.memcpy, spelled, start_us, duration_us, extra_args)
+        full_name, extra_args = self._spell.copy(name, bytes, device, stream, correlation)
+        return self._work(self._spell.memcpy, full_name, start_us, duration_us, extra_args)
 
     def fill(
         self,

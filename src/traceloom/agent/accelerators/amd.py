@@ -45,7 +45,7 @@ GFX_ARCHITECTURES = {
     90401: "cdna3",
     90402: "cdna3",
     90500: "cdna4",
-}  # as gfx90a, gfx942, gfx950
+}  # such as gfx90a, gfx942, gfx950
 
 # File of the device -> metric, labels, factor.
 METRIC_FILES: tuple[tuple[str, str, tuple[str, ...], float], ...] = (
@@ -108,9 +108,8 @@ class AmdAccelerator:
         self._entries: dict[str, AmdDevice] = {}
         self._missing: dict[str, str] = {}
         self._present: set[str] = set()
-        self._traffic: dict[
-            str, tuple[float, float]
-        ] = {}  # device -> bytes/s received and sent, measured over one recent second
+        # device -> bytes/s received and sent, measured over one recent second.
+        self._traffic: dict[str, tuple[float, float]] = {}
         self._traffic_thread: threading.Thread | None = None
         self._smi: Any = None
         try:
@@ -222,9 +221,8 @@ class AmdAccelerator:
             (self._sys / "class/drm").glob("card[0-9]*"),
             key=lambda path: (len(path.name), path.name),
         ):
-            if (
-                _read_text(card / "device/vendor") == AMD_VENDOR_ID
-            ):  # which connectors of a card do not have
+            # Connectors of a card match the pattern, too, but have no vendor file.
+            if _read_text(card / "device/vendor") == AMD_VENDOR_ID:
                 yield card / "device"
 
     def _device(self, index: str, directory: Path, nodes: dict[str, dict[str, int]]) -> AmdDevice:
@@ -322,9 +320,8 @@ class AmdAccelerator:
             traffic = {}
             for uuid, file in files.items():
                 fields = (_read_text(file) or "").split()
-                if (
-                    len(fields) == 3
-                ):  # packets received and sent in a second, and the max bytes per packet
+                # Packets received and sent in a second, and the max bytes per packet.
+                if len(fields) == 3:
                     traffic[uuid] = (
                         int(fields[0]) * int(fields[2]) * 1.0,
                         int(fields[1]) * int(fields[2]) * 1.0,
@@ -399,9 +396,8 @@ def _read_link_counters(smi: Any, pci: str) -> Iterator[tuple[str, tuple[str, ..
             if smi.amdsmi_get_gpu_device_bdf(handle) == pci:
                 metrics = smi.amdsmi_get_gpu_metrics_info(handle)
     for direction, key in (("receive", "xgmi_read_data_acc"), ("transmit", "xgmi_write_data_acc")):
-        links = [
-            link for link in metrics.get(key, ()) if isinstance(link, int)
-        ]  # "N/A" for one that is not there
+        # A missing link has "N/A".
+        links = [link for link in metrics.get(key, ()) if isinstance(link, int)]
         yield (
             "gpu_link_bytes_total",
             ("xgmi", direction),

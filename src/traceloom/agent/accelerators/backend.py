@@ -39,9 +39,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     multiprocessors: int | None = None
     highest_clock_hz: float | None = None
     architecture: str = ""  # as volta, ampere, ada, hopper, blackwell, cdna3
-    owner: dict[
-        str, str
-    ] = {}  # owner, if the back end reports it: job, user, pod, namespace, container ...
+    # Owner, if the back end reports it: job, user, pod, namespace, container ...
+    owner: dict[str, str] = {}
     stale: str = ""  # why it cannot be read now; "" if it can
 
 
@@ -125,9 +124,8 @@ def format_capability(metric: str, labels: Iterable[str] = ()) -> str:
 
 
 CALL_TIMEOUT_S = 2.0
-UNAVAILABLE_RETRY_S = (
-    60.0  # between searches on a host without such devices: a driver may be loaded later
-)
+# Between searches on a host without such devices: a driver may be loaded later.
+UNAVAILABLE_RETRY_S = 60.0
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0  # doubled from one failure to the next
 MAX_STUCK_THREADS = 2  # threads that hang in a driver at the same time; they cannot be ended
 
@@ -187,9 +185,8 @@ def _take_sample(accelerator: Accelerator) -> Sample:
     sample = Sample(
         at_ns=time.time_ns(),
         devices=accelerator.devices(),
-        readings=[
-            reading for reading in accelerator.sample() if math.isfinite(reading.value)
-        ],  # else it is not known
+        # A value that is not finite is unknown.
+        readings=[reading for reading in accelerator.sample() if math.isfinite(reading.value)],
         processes=accelerator.processes(),
         events=accelerator.events(),
         capabilities=accelerator.capabilities(),
@@ -351,12 +348,12 @@ def create_backends(config: Config) -> list[TimeLimitedBackend]:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         points.setdefault(point.name, point)
     settings = config.accelerators
-    unset = {
+    is_unset = {
         "scrape": not settings.scrape,
         "simulated": not settings.simulated,
         "recorded": not settings.recorded,
     }
-    names = settings.backends or tuple(name for name in points if not unset.get(name))
+    names = settings.backends or tuple(name for name in points if not is_unset.get(name))
     for name in names:
         if name not in points:
             raise InputError(

@@ -47,12 +47,10 @@ class AcceleratorCollector:
         self.devices: dict[str, Device] = {}
         self.device_processes: list[DeviceProcess] = []
         self.events: deque[DeviceEvent] = deque(maxlen=MAX_KEPT_EVENTS)
-        self.element_types: dict[
-            str, list[MatrixTypes]
-        ] = {}  # device -> types of its jobs at the daemon's last tick
-        self._xid_counts: Counter[tuple[str, str]] = (
-            Counter()
-        )  # (device, number) -> count since the agent started
+        # device -> types of its jobs at the daemon's last tick.
+        self.element_types: dict[str, list[MatrixTypes]] = {}
+        # (device, number) -> count since the agent started.
+        self._xid_counts: Counter[tuple[str, str]] = Counter()
         self._last_xids: dict[str, int] = {}
         self._missing_reasons: dict[str, str] = {}  # metric that could not be estimated -> why
         self._configured_backends = config.accelerators.backends

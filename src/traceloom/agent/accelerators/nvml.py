@@ -287,9 +287,8 @@ class NvmlDevice:
                 self.missing[format_capability(metric, labels)] = GPM_UNSUPPORTED
             return
         if self.parent is None:
-            with suppress(
-                self._nvml.NVMLError
-            ):  # without streaming the counters are armed at every sample
+            # Without streaming the counters are armed at every sample.
+            with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSetStreamingEnabled(device_handle, 1)
         self.gpm = GpmRing(self._nvml, device_handle, self.instance)
 
@@ -596,13 +595,12 @@ class NvmlAccelerator:
     def events(self) -> list[DeviceEvent]:
         """Returns the events since the last call."""
         nvml = self._nvml
-        happened: list[DeviceEvent] = []
+        events: list[DeviceEvent] = []
         for _ in range(MAX_EVENTS if self._events is not None else 0):
             try:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
-            except (
-                nvml.NVMLError
-            ):  # no event is queued, or the device is lost, which its own calls report
+            except nvml.NVMLError:
+                # No event is queued, or the device is lost, which its own calls report.
                 break
             uuid = self._handles.get(ctypes.cast(event.device, ctypes.c_void_p).value, "")
             if event.gpuInstanceId != NO_INSTANCE:
@@ -622,10 +620,10 @@ class NvmlAccelerator:
                 if is_xid
                 else "double-bit error"
             )
-            happened.append(
+            events.append(
                 DeviceEvent(at_ns=time.time_ns(), device=uuid, kind=kind, code=code, text=text)
             )
-        return happened
+        return events
 
     def pause(self, seconds: float) -> bool:
         """Release the pipe counters, so that a profiler can use them."""
@@ -667,9 +665,8 @@ class NvmlAccelerator:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid = nvml.nvmlDeviceGetUUID(handle)
-            call_if_supported(
-                nvml, nvml.nvmlDeviceGetMemoryInfo, handle
-            )  # other calls may answer for a lost device from a cache
+            # Other calls may answer for a lost device from a cache.
+            call_if_supported(nvml, nvml.nvmlDeviceGetMemoryInfo, handle)
             entry = self._devices.get(uuid)
             if entry is None or entry.device.stale:
                 entry = self._add(handle, uuid, index)
@@ -700,9 +697,8 @@ class NvmlAccelerator:
         model = attempt(nvml.nvmlDeviceGetName, handle) or ""
         architecture = ARCHITECTURES.get(tuple(capability), "") if capability else ""
         cores_per_sm = CORES_PER_SM.get(architecture)
-        if (
-            architecture and "GeForce" in model
-        ):  # their matrix units accumulate in 32 bits at half the rate
+        # Matrix units of GeForce devices accumulate in 32 bits at half the rate.
+        if architecture and "GeForce" in model:
             architecture += "-geforce"
         device = Device(
             uuid=uuid,

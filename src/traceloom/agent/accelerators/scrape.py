@@ -32,9 +32,8 @@ from traceloom.agent.metrics import METRICS, Reading
 
 # Per exporter; below the limit of the back end, so that one that hangs does not affect the others.
 SCRAPE_TIMEOUT_S = 1.5
-MIN_INTERVAL_S = (
-    1.0  # exporters measure no faster, although a running trace samples ten times a second
-)
+# Exporters measure no faster, although a running trace samples ten times a second.
+MIN_INTERVAL_S = 1.0
 MAX_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 16
 MIB = float(1 << 20)

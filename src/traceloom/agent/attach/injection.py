@@ -250,9 +250,8 @@ class StoppedThread:
             status = self._next_stop()
             if os.WSTOPSIG(status) == _AT_SYSTEM_CALL:
                 return
-            number = (
-                0 if status >> 16 else os.WSTOPSIG(status)
-            )  # a signal, which is passed on to the program
+            # A signal is passed on to the program.
+            number = 0 if status >> 16 else os.WSTOPSIG(status)
 
     def _after_system_call(self) -> int:
         self._to_system_call()
@@ -266,9 +265,8 @@ class StoppedThread:
         """
         number = 0
         while True:
-            _call_ptrace(
-                _INTERRUPT, self._thread
-            )  # repeated, as any other stop discards the request
+            # Repeated, as any other stop discards the request.
+            _call_ptrace(_INTERRUPT, self._thread)
             if self._is_stopped:
                 _call_ptrace(_CONT, self._thread, 0, number)
                 self._is_stopped = False
@@ -305,9 +303,8 @@ class StoppedThread:
         return int(vector.size)
 
     def _leave(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # it has ended, or runs: then it is detached when this process ends
+        # It has ended, or runs: then it is detached when this process ends.
+        with contextlib.suppress(OSError):
             _call_ptrace(_DETACH, self._thread)
         self.pause_ns = time.monotonic_ns() - self._stopped_ns
 

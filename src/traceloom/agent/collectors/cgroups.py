@@ -24,9 +24,8 @@ from traceloom.agent.ownership.model import Process
 
 MAX_GROUPS = 64  # about 1,400 series
 MAX_KILLS = 1000
-GROUP_RETENTION_S = (
-    60.0  # a group is read for so long after its last process ended: it may have been OOM-killed
-)
+# A group is read for so long after its last process ended: it may have been OOM-killed.
+GROUP_RETENTION_S = 60.0
 _UNLIMITED = 1 << 62  # version 1 writes no limit as a number near 2**63
 _PERIOD_COUNTERS = {  # CPU quota: all periods, and those in which it was exhausted
     ("cgroup_periods_total",): "nr_periods",
@@ -270,7 +269,7 @@ def _read_version_2(directory: Path, top: Path) -> dict[tuple[str, ...], float]:
     if (directory / "io.stat").exists():
         for letter, direction in ((b"r", "read"), (b"w", "write")):
             values["cgroup_disk_bytes_total", direction] = sum(
-                int(size) for which, size in moved if which == letter
+                int(size) for kind, size in moved if kind == letter
             )
     for resource in _PRESSURE_RESOURCES:
         for share, waited in parse_pressure(read_if_there(directory / f"{resource}.pressure")):

@@ -40,9 +40,8 @@ class CpuCollector(HostCollector):
 
 _SECTOR_BYTES = 512  # unit of /proc/diskstats, independent of the disk's sector size
 _MAX_MOUNTS = 64
-_VIRTUAL_DISK_PATTERN = re.compile(
-    r"(?:loop|ram|zram|sr|fd|dm-|md)\d*"
-)  # partitions of other devices, or virtual ones
+# Partitions of other devices, or virtual ones.
+_VIRTUAL_DISK_PATTERN = re.compile(r"(?:loop|ram|zram|sr|fd|dm-|md)\d*")
 # Local ones only: statvfs of a remote file system may hang for as long as its server does.
 _LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"}
 

@@ -57,9 +57,8 @@ class OwnedProcessCollector:
         )
         readings = self.looked_at.collect()
         facts = self.looked_at.processes
-        self.reporting = self.reporting & {
-            process.pid for process in facts.values()
-        }  # a copy, as the loop adds to it concurrently
+        # A copy, as the loop adds to it concurrently.
+        self.reporting = self.reporting & {process.pid for process in facts.values()}
         keys = {process.pid: key for key, process in facts.items()}
         used: dict[str, list[str]] = {}
         for user in on_devices:

@@ -140,9 +140,8 @@ class _ProcessScan(msgspec.Struct):
     name: str = ""
     young_until: float = 0.0  # on the monotonic clock
     denied: bool = False
-    beginning: bool = (
-        False  # its program is still being loaded: it has a name, and no environment yet
-    )
+    # Its program is still being loaded: it has a name, and no environment yet.
+    beginning: bool = False
     facts: ProcessFacts | None = None
 
 
@@ -192,9 +191,8 @@ class Processes(HostCollector):
         for pid, inode in inodes.items():
             scan = self._looks.get(pid)
             if scan is None or (scan.inode != inode and scan.facts is None):
-                scan = (
-                    _ProcessScan()
-                )  # it may be another process that started in the same clock tick
+                # It may be another process that started in the same clock tick.
+                scan = _ProcessScan()
             urgent = pid in self.device_pids
             if scan.ticks < 0 and not urgent and time.monotonic() > now + self.timeout_s / 2:
                 waiting += 1
@@ -210,17 +208,17 @@ class Processes(HostCollector):
                 scan.inode = inode
             current[pid] = scan
         self._looks, self.waiting = current, waiting
-        matter = [scan.facts for scan in current.values() if scan.facts]
-        if len(matter) > MAX_PROCESSES:
-            matter.sort(
+        relevant = [scan.facts for scan in current.values() if scan.facts]
+        if len(relevant) > MAX_PROCESSES:
+            relevant.sort(
                 key=lambda facts: (
                     facts.pid not in self.device_pids,
                     not facts.frameworks,
                     facts.pid,
                 )
             )
-        self.left_out = max(len(matter) - MAX_PROCESSES, 0)
-        self.processes = {facts.key: facts for facts in matter[:MAX_PROCESSES]}
+        self.left_out = max(len(relevant) - MAX_PROCESSES, 0)
+        self.processes = {facts.key: facts for facts in relevant[:MAX_PROCESSES]}
         readings: list[Reading] = []
         for facts in self.processes.values():
             readings += (

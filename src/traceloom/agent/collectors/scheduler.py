@@ -116,7 +116,7 @@ class Scheduler:
         self.board.stale(collector.name)
 
     async def _run(self, collector: Collector) -> None:
-        sooner = self._sooner[collector.name]
+        wake_event = self._sooner[collector.name]
         due = time.monotonic()
         while not self._stopping:
             if await self.collect(collector):
@@ -124,13 +124,13 @@ class Scheduler:
             now = time.monotonic()
             # Runs missed while the machine slept or the collector was slow are skipped.
             due = max(due + self._period(collector, now), now)
-            sooner.clear()
+            wake_event.clear()
             while not self._stopping and (remaining_s := due - time.monotonic()) > 0:
                 try:
-                    await asyncio.wait_for(sooner.wait(), remaining_s)
+                    await asyncio.wait_for(wake_event.wait(), remaining_s)
                 except (asyncio.TimeoutError, TimeoutError):
                     break
-                sooner.clear()
+                wake_event.clear()
                 due = min(due, time.monotonic() + self._period(collector, time.monotonic()))
 
     def _period(self, collector: Collector, now: float) -> float:

@@ -24,7 +24,7 @@ _DECODE_ERRORS = (
     msgspec.DecodeError,
     UnicodeDecodeError,
     RecursionError,
-)  # of whatever answers there
+)  # of any response
 
 
 class ServiceError(TraceloomError):

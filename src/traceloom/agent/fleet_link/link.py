@@ -135,9 +135,8 @@ _WAIT_S = 30.0  # duration of a long poll for work
 _POLL_S = 0.5
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _MAX_UPLOADS = 3  # attempts per request, before the host gives up
-_IMPORTED_NS = (
-    15_000_000_000  # after its first poll: PyTorch is imported by then, even if no steps are seen
-)
+# After its first poll: PyTorch is imported by then, even if no steps are seen.
+_IMPORTED_NS = 15_000_000_000
 _STEP_REPORT_S = 2.0  # period of reports while the service chooses a common step
 _ARM_TIMEOUT_S = 20.0  # for a process to appear that the service expects on this host
 

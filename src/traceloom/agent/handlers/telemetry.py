@@ -113,15 +113,15 @@ def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[
     """Returns the visible series by the value of one of their labels, without those that are only
     descriptive.
     """
-    out: dict[str, list[ValueAnswer]] = defaultdict(list)
+    values_by_label: dict[str, list[ValueAnswer]] = defaultdict(list)
     for (name, values), value, at_ns in view.values():
         metric = METRICS[name]
         if metric.kind != "info" and label in metric.labels:
             labels = {key: text for key, text in zip(metric.labels, values, strict=True) if text}
-            out[labels.get(label, "")].append(
+            values_by_label[labels.get(label, "")].append(
                 ValueAnswer(metric=metric.full_name, labels=labels, value=value, at_ns=at_ns)
             )
-    return out
+    return values_by_label
 
 
 async def _list_devices(agent_request: AgentRequest) -> forms.DevicesAnswer:

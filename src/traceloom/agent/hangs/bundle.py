@@ -203,10 +203,10 @@ async def describe_hang(hang: Hang, processes: Sequence[Process]) -> tuple[str, 
     kept.
     """
     with tempfile.TemporaryDirectory(prefix="traceloom-flight-") as name:
-        account = await _examine_hang(
+        diagnosis = await _examine_hang(
             hang, processes, _BundleDirectory(Path(name), _MAX_RECORD_BYTES)
         )
-    return account.sentence, account.ranks
+    return diagnosis.sentence, diagnosis.ranks
 
 
 async def write_bundle(
@@ -229,10 +229,10 @@ async def write_bundle(
     """
     bundle = _BundleDirectory(directory, max_bytes)
     processes = scene.processes
-    account = await _examine_hang(hang, processes, bundle)
+    diagnosis = await _examine_hang(hang, processes, bundle)
     owner = max((process.owner for process in processes), key=lambda owner: len(owner.sources))
     steps = {member.pid: member.steps for member in hang.processes}
-    await asyncio.to_thread(_write_evidence, bundle, scene, account)
+    await asyncio.to_thread(_write_evidence, bundle, scene, diagnosis)
     report = HangReport(
         host=scene.host,
         job=hang.job,
@@ -242,9 +242,9 @@ async def write_bundle(
         since_ns=hang.since_ns,
         seen_ns=hang.seen_ns,
         median_step_seconds=hang.median_s,
-        sentence=account.sentence,
-        ranks=account.ranks,
-        witnesses=account.witnesses,
+        sentence=diagnosis.sentence,
+        ranks=diagnosis.ranks,
+        witnesses=diagnosis.witnesses,
         devices=scene.devices,
         events=scene.events,
         members=tuple(
@@ -254,7 +254,7 @@ async def write_bundle(
                 state=_read_process_state(process) or "ended",
                 command=process.command,
                 steps=steps.get(process.pid),
-                flight=account.flight_notes.get(process.pid, ""),
+                flight=diagnosis.flight_notes.get(process.pid, ""),
             )
             for process in processes
         ),
@@ -264,7 +264,7 @@ async def write_bundle(
     document = msgspec.json.format(msgspec.json.encode(report), indent=2)
     await asyncio.to_thread(write_new_file, directory / "hang.json", document)
     await asyncio.to_thread(
-        write_new_file, directory / "hang.md", render_bundle_page(report, account.stacks).encode()
+        write_new_file, directory / "hang.md", render_bundle_page(report, diagnosis.stacks).encode()
     )
     return report
 
@@ -475,9 +475,8 @@ def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _Hang
     for process in scene.processes:
         rank = process.owner.rank
         if process.pid in account.dumps:
-            is_first = (
-                rank is not None and rank not in ranks
-            )  # children of a rank inherit its number
+            # Children of a rank inherit its number.
+            is_first = rank is not None and rank not in ranks
             stem = f"rank{rank}" if is_first else f"pid{process.pid}"
             ranks |= {rank} if rank is not None else set()
             bundle.put(f"{stem}.dump.json", msgspec.json.encode(account.dumps[process.pid]))

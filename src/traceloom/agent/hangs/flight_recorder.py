@@ -99,9 +99,8 @@ class FlightEntry(msgspec.Struct, frozen=True, kw_only=True):
     started: bool  # on the device
     created_ns: int
     is_message: bool = False
-    partner: tuple[int, str, int] | None = (
-        None  # (rank in the group, `<-` or `->`, rank in the group)
-    )
+    # (rank in the group, `<-` or `->`, rank in the group).
+    partner: tuple[int, str, int] | None = None
 
 
 class FlightGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -345,9 +344,8 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
             if entry.is_message and not entry.done and entry.partner:
                 waits.setdefault(rank, entry)
     names = {rank: entry.operation for rank, entry in waits.items()}
-    stalls.sort(
-        key=lambda stall: (stall.first.created_ns, stall.group)
-    )  # independent of the order of records
+    # Independent of the order of records.
+    stalls.sort(key=lambda stall: (stall.first.created_ns, stall.group))
     for stall in stalls:
         late_ranks = sorted(rank for rank in stall.missing if rank not in waits)
         if late_ranks:
@@ -430,11 +428,14 @@ def _find_inner_fault(
     }
     operations = Counter(entry.operation for entry in entries.values() if entry)
     if len(operations) > 1:
-        doing = {
+        ranks_by_operation = {
             name: [rank for rank, entry in entries.items() if entry and entry.operation == name]
             for name in operations
         }
-        parts = [f"{_format_ranks(ranks)} in `{name}`" for name, ranks in sorted(doing.items())]
+        parts = [
+            f"{_format_ranks(ranks)} in `{name}`"
+            for name, ranks in sorted(ranks_by_operation.items())
+        ]
         (common_operation, number), (_, second) = operations.most_common(2)
         differing_ranks = (
             [
@@ -492,9 +493,8 @@ def analyse_flight_files(files: Mapping[str, str]) -> dict[str, object]:
 
 
 _SERVER_TIMEOUT_S = 10.0
-_DUMP_TIMEOUT_S = (
-    20.0  # it polls its pipe once a second, and may wait for the GIL to collect stacks
-)
+# It polls its pipe once a second, and may wait for the GIL to collect stacks.
+_DUMP_TIMEOUT_S = 20.0
 _MAX_DESCRIPTORS = 65_536
 _DEFAULT_STEMS = ("/tmp/nccl_trace_rank_", "{home}/.cache/torch/comm_lib_trace_rank_")  # noqa: S108  (torch's own, old and new)
 
@@ -526,9 +526,9 @@ def fetch_flight_record(process: Process, since_ns: int, proc: str = "/proc") ->
     if rank is None:
         raise NoFlightDumpError("it has no rank")
     reasons: list[str] = []
-    for way in (_fetch_from_server, _fetch_from_pipe, _fetch_from_file):
+    for fetch in (_fetch_from_server, _fetch_from_pipe, _fetch_from_file):
         try:
-            data, method = way(process, rank, since_ns, proc)
+            data, method = fetch(process, rank, since_ns, proc)
             decode_plain_values(data)  # refuse records with imports or calls before passing them on
         except (NoFlightDumpError, ValueError, OSError, http.client.HTTPException) as error:  # noqa: PERF203  (three)
             reasons.append(str(error))
@@ -544,14 +544,16 @@ def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) ->
     path = process.declared.get(WORKER_SERVER, "")
     if not path.startswith("/"):
         raise NoFlightDumpError("")
-    with socket.socket(socket.AF_UNIX) as plug:
-        plug.settimeout(_SERVER_TIMEOUT_S)
-        plug.connect(f"{proc}/{process.pid}/root{path}")
-        (pid,) = struct.unpack("i", plug.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4])
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        unix_socket.settimeout(_SERVER_TIMEOUT_S)
+        unix_socket.connect(f"{proc}/{process.pid}/root{path}")
+        (pid,) = struct.unpack(
+            "i", unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4]
+        )
         if pid != process.pid:
             raise NoFlightDumpError("another process listens at its socket")
         connection = http.client.HTTPConnection("rank", timeout=_SERVER_TIMEOUT_S)
-        connection.sock = plug
+        connection.sock = unix_socket
         connection.request("POST", "/handler/fr_trace_json")
         answer, end = connection.getresponse(), time.monotonic() + _SERVER_TIMEOUT_S
         if answer.status != http.HTTPStatus.OK:

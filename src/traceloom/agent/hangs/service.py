@@ -117,9 +117,8 @@ class HangService:
             lambda key: is_same_process_alive(config.collect.proc, *map(int, key.split("@"))),
         )
         self.records: list[HangRecord] = []  # oldest first
-        self.listeners: list[
-            Callable[[HangRecord], None]
-        ] = []  # called when a hang is confirmed, and when it is over
+        # Called when a hang is confirmed, and when it is over.
+        self.listeners: list[Callable[[HangRecord], None]] = []
         self.trouble = ""  # why the state could not be written
         self._open: dict[JobKey, str] = {}  # job that hangs -> id
         self._counts: Counter[str] = Counter()

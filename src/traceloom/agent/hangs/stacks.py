@@ -21,9 +21,8 @@ from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
 MAX_DUMPED_PROCESSES = 256
 # py-spy waits for the disk first (symbols) and computes later; about the number of ranks of a host.
 _MAX_CONCURRENT_DUMPS = 8
-_MAX_CONCURRENT_NATIVE_DUMPS = (
-    2  # each holds the symbols of torch: 105 MB for its CPU build, more for CUDA
-)
+# Each holds the symbols of torch: 105 MB for its CPU build, more for CUDA.
+_MAX_CONCURRENT_NATIVE_DUMPS = 2
 
 
 class StackDumps(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +55,8 @@ async def collect_stacks(processes: Sequence[Process], *, native: bool = False) 
 
 
 Role = Literal["rank", "thread", "worker"]
-UNKNOWN_COLLECTIVE = (
-    "wait"  # for a collective that was started earlier: the stack does not show which
-)
+# For a collective that was started earlier: the stack does not show which.
+UNKNOWN_COLLECTIVE = "wait"
 _ROLE_ORDER: tuple[Role, ...] = ("rank", "worker", "thread")
 _ADDRESS_PATTERN = re.compile(r"0x[0-9a-f]+$")
 _INSTALLED_CODE_PATTERN = re.compile(r"/(?:site|dist)-packages/|/lib/python3|^<frozen ")

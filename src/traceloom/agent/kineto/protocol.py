@@ -87,9 +87,8 @@ def encode_instances_reply(number: int) -> bytes:
     return _METADATA.pack(_NUMBER.size, b"ctxt") + _NUMBER.pack(number)
 
 
-_PATH = re.compile(
-    r"/[A-Za-z0-9._/@+-]{1,3000}"
-)  # excludes `=`, `#`, white space and control characters
+# Excludes `=`, `#`, white space and control characters.
+_PATH = re.compile(r"/[A-Za-z0-9._/@+-]{1,3000}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

@@ -42,9 +42,8 @@ if TYPE_CHECKING:
 MAX_CLIENTS = 8192
 DEFAULT_INTERVAL_S = 5.0  # between polls, unless the process is configured otherwise
 _MAX_ANCESTORS = 10
-_SILENCE_LIMIT_S = (
-    900.0  # a stopped process polls again when it continues; a client is dropped when it has ended
-)
+# A stopped process polls again when it continues; a client is dropped when it has ended.
+_SILENCE_LIMIT_S = 900.0
 
 
 class ProfilerClient(msgspec.Struct, kw_only=True):
@@ -233,9 +232,8 @@ _MAX_CLIENT_CHARS = len("dynoconfigclient") + 36
 _MAX_PATH_BYTES = 107  # of a unix socket
 _CREDENTIALS = struct.Struct("3i")
 _SNDBUFFORCE = 32  # SO_SNDBUFFORCE of Linux: exceeds the system limit, with CAP_NET_ADMIN
-_UNREAD_BYTES = (
-    8 << 20
-)  # shared by all replies: a client that is stopped or reads slowly occupies a part of it
+# Shared by all replies: a client that is stopped or reads slowly occupies a part of it.
+_UNREAD_BYTES = 8 << 20
 _MAX_SWEPT = 4096  # names checked per directory
 _BATCH_WINDOW_S = 0.02  # datagrams within it are answered at one wake-up; a client waits for 90 ms
 _MANY = 5  # per wake-up: half of the kernel's queue; if so many come, the batch window is skipped
@@ -331,9 +329,8 @@ class KinetoSockets:
             if self.abstract and not self.trouble:
                 self._listen(None, None)
             if not self.trouble:
-                before = {
-                    int(path.name) for path in self.root.iterdir() if path.name.isdigit()
-                }  # their jobs still poll there
+                # Their jobs still poll there.
+                before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}
                 for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
                     self.prepare(uid)
         except (OSError, OutputError) as error:

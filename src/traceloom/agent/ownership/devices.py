@@ -113,9 +113,8 @@ class HostDevices:
         ]  # in the order of PCI addresses
 
     def _names_of(self, proc: Path) -> Iterator[tuple[str, str]]:
-        minors: dict[
-            str, str
-        ] = {}  # PCI address -> number of the device file, from NVIDIA's driver
+        # PCI address -> number of the device file, from NVIDIA's driver.
+        minors: dict[str, str] = {}
         for directory in (proc / "driver/nvidia/gpus").glob("*"):
             match = re.search(
                 rb"^Device Minor:\s*(\d+)", read_if_there(directory / "information"), re.MULTILINE
@@ -135,9 +134,8 @@ class HostDevices:
                 yield _normalise_pci_address(device.pci), device.uuid
                 if minor:
                     yield f"nvidia{minor}", device.uuid
-                if (
-                    minor == device.index
-                ):  # DRA's driver used to number by index, and now by the device file
+                # DRA's driver used to number by index, and now by the device file.
+                if minor == device.index:
                     yield f"gpu-{minor}", device.uuid
             elif instance:
                 numbers = f"{instance['instance']}", f"{instance['compute'] or 0}"
@@ -195,9 +193,8 @@ def find_assigned_devices(
         # If Slurm hides other devices by control groups, those of the step are numbered from 0.
         orders = [order, [uuid for uuid in order if uuid in allowed]] if allowed is not None else []
     filters: list[tuple[str, ...]] = [("CUDA_VISIBLE_DEVICES",)]
-    if (
-        devices.vendor == "amd"
-    ):  # HIP numbers the devices that ROCr leaves, and falls back to CUDA's variable
+    # HIP numbers the devices that ROCr leaves, and falls back to CUDA's variable.
+    if devices.vendor == "amd":
         filters = [("ROCR_VISIBLE_DEVICES",), ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
     for names in filters:
         variable = next((name for name in names if name in environment), "")

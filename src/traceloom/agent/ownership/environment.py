@@ -257,11 +257,11 @@ def extract_claims(
         host: Host of a loopback address, which identifies a job only together with the host; "":
             such an address is ignored.
     """
-    stated: Claims = {}
+    claims: Claims = {}
 
     def state(field: str, variable: str, value: Any) -> None:
-        if value != "" and field not in stated:
-            stated[field] = (value, variable)
+        if value != "" and field not in claims:
+            claims[field] = (value, variable)
 
     for variable, field in variables.items():
         value = environment.get(variable, "")
@@ -299,7 +299,7 @@ def extract_claims(
             name,
             environment[name],
         )
-    return stated
+    return claims
 
 
 def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> None:

@@ -248,8 +248,8 @@ def match_containers(
         if matches:
             possible[location.pod] = possible.get(location.pod, matches) & (host_matches or matches)
     pods = {pod: next(iter(names)) for pod, names in possible.items() if len(names) == 1}
-    bearers = Counter(pods.values())  # a name matched by two pods is ambiguous
-    pods = {pod: name for pod, name in pods.items() if bearers[name] == 1}
+    pod_counts = Counter(pods.values())  # a name matched by two pods is ambiguous
+    pods = {pod: name for pod, name in pods.items() if pod_counts[name] == 1}
     containers: dict[ContainerLocation, str] = {}
     for location, devices in evidence.items():
         names = [

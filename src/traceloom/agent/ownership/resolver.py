@@ -271,18 +271,18 @@ class OwnerResolver:
         cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
         # A loopback address is ambiguous without the host or container. A pod is better evidence.
         host = "" if "job" in cgroup_fields else location.container if location else self._host
-        stated = extract_claims(facts.environment, self._config.owners.variables, host=host)
+        claims = extract_claims(facts.environment, self._config.owners.variables, host=host)
         if facts.frameworks:
             framework, library = next(iter(facts.frameworks.items()))
-            stated["framework"] = (framework, "libraries")
+            claims["framework"] = (framework, "libraries")
             if version := self.framework_versions.versions.get((facts.key, library)):
-                stated["framework_version"] = (version, "packages")
+                claims["framework_version"] = (version, "packages")
         for field, value in cgroup_fields.items():
-            stated.setdefault(field, (value, "cgroup"))
+            claims.setdefault(field, (value, "cgroup"))
         name = self._user(facts.uid)
-        if name and (facts.uid or "user" not in stated):
-            stated["user"] = (name, "uid")
-        return stated
+        if name and (facts.uid or "user" not in claims):
+            claims["user"] = (name, "uid")
+        return claims
 
     def _state_pods(
         self,
@@ -476,9 +476,9 @@ def _deduplicate_ranks(
             for other in ranked_ancestors
             if find_rank_variables(other.environment)[:1] != launcher
         )
-    for identity, several in same.items():
-        first = min(several, key=lambda facts: (not used.get(facts.key), not facts.frameworks))
-        for facts in several:
+    for identity, members in same.items():
+        first = min(members, key=lambda facts: (not used.get(facts.key), not facts.frameworks))
+        for facts in members:
             if facts is not first or identity in outer:
                 for field in _RANK_FIELDS:
                     stated[facts.key].pop(field, None)

@@ -324,9 +324,8 @@ class CallStacks:
             program.load(R1, R10, stack_offset)
             program.store(R8, 8 * offset, R1)
         program.store(R8, 8 * 4, 0)
-        for offset in range(
-            0, _FRAMES_BYTES, 8
-        ):  # the helper for it is forbidden under kernel lockdown
+        # Word by word, as the helper that copies is forbidden under kernel lockdown.
+        for offset in range(0, _FRAMES_BYTES, 8):
             program.load(R1, R9, offset)
             program.store(R8, _HEAD.size + offset, R1)
         program.load(R1, R10, _MISSING_AT)

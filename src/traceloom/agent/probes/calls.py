@@ -287,9 +287,8 @@ def _read(program: ProbeProgram, value: CallValue, to: int) -> None:
     program.read_user(to, value.size)
 
 
-_HOST_PROCESSES = (
-    "pid:[4026531836]"  # the initial namespace, whose pids the kernel passes to programs
-)
+# The initial namespace, whose pids the kernel passes to programs.
+_HOST_PROCESSES = "pid:[4026531836]"
 _CAP_SYS_PTRACE = 19  # CAP_SYS_PTRACE
 _RIGHTS_HINT = (
     "run the agent as root, or with CAP_SYS_ADMIN, which the kernel demands for probes of programs"

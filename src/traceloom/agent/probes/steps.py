@@ -115,9 +115,9 @@ class StepProbes:
         for key in self._marks.keys():  # noqa: SIM118  (it is no dict)
             value = self._marks.get(key)
             if value is not None:
-                process, kind, which = _KEY.unpack(key)
+                process, kind, mark_id = _KEY.unpack(key)
                 number, total, first, last, *buckets = _COUNTED.unpack(value)
-                result.setdefault(process, {})[kind, which] = StepMark(
+                result.setdefault(process, {})[kind, mark_id] = StepMark(
                     number, total, first, last, tuple(buckets)
                 )
         return result

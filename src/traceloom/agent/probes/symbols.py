@@ -84,9 +84,8 @@ class Symbols:
             if key in self._files or len(self._files) >= _MAX_FILES:
                 continue
             self._files[key] = None
-            with contextlib.suppress(
-                OSError
-            ):  # deleted, or not an ELF file: its functions stay unnamed
+            # Deleted, or not an ELF file: its functions stay unnamed.
+            with contextlib.suppress(OSError):
                 descriptor = open_mapped(self._process, mapping, self._proc)
                 try:
                     self._files[key] = _MappedFile(descriptor)

@@ -216,9 +216,8 @@ class _UnwindRows:
         self.base: int | None = None  # register; None: computed by `expression`
         self.offset = 0
         self.expression = b""
-        self.registers: dict[
-            int, int | bytes | None
-        ] = {}  # register -> its offset, or an expression for it; None: unknown
+        # register -> its offset, or an expression for it; None: unknown.
+        self.registers: dict[int, int | bytes | None] = {}
         self.first: dict[int, int | bytes | None] = {}
         self._kept: list[tuple[int | None, int, bytes, dict[int, int | bytes | None]]] = []
 

@@ -115,11 +115,13 @@ class ProgressFile:
             os.close(handle)
         for line in reversed(lines[:-1]):
             try:
-                news = _UPDATE_DECODER.decode(line)
+                update = _UPDATE_DECODER.decode(line)
             except msgspec.DecodeError:
                 continue
-            if all(0 <= time < _LATEST_NS for time in (news.start_ns, news.end_ns, news.held_ns)):
-                return msgspec.structs.replace(news, detail=news.detail[:_MAX_DETAIL_CHARS])
+            if all(
+                0 <= time < _LATEST_NS for time in (update.start_ns, update.end_ns, update.held_ns)
+            ):
+                return msgspec.structs.replace(update, detail=update.detail[:_MAX_DETAIL_CHARS])
         return ProgressUpdate()
 
     def drop(self) -> None:
@@ -267,18 +269,20 @@ class AttachedProfiler:
         seconds = window.duration_s or 0.0
         end = until + seconds + _DEADLINE_GRACE_S
         while True:
-            news = await asyncio.to_thread(file.news)
-            if news.state == "written":
-                self.tell("written", held_ns=news.held_ns)
-                return news
-            if news.state == "failed":
-                slug = news.slug if news.slug in _REPORTED_FAULTS else ""
-                raise ProfilerError(news.detail or "it says no more", slug=slug or "program-error")
-            if news != last:
-                last = news
-                if news.state == "waiting":
-                    self.tell("delivered", "waiting", news.detail)
-                elif news.state == "ready" and self.order.start is not None:
+            update = await asyncio.to_thread(file.news)
+            if update.state == "written":
+                self.tell("written", held_ns=update.held_ns)
+                return update
+            if update.state == "failed":
+                slug = update.slug if update.slug in _REPORTED_FAULTS else ""
+                raise ProfilerError(
+                    update.detail or "it says no more", slug=slug or "program-error"
+                )
+            if update != last:
+                last = update
+                if update.state == "waiting":
+                    self.tell("delivered", "waiting", update.detail)
+                elif update.state == "ready" and self.order.start is not None:
                     self.tell(
                         "delivered",
                         "not-all-ready",
@@ -298,7 +302,7 @@ class AttachedProfiler:
                         + seconds
                         + _DEADLINE_GRACE_S,
                     )
-                elif news.state == "recording":
+                elif update.state == "recording":
                     self.tell("accepted")
                     end = max(end, time.monotonic() + seconds + _DRAIN_S)
             if not read_process_state(process.pid, process.start_ticks):
@@ -306,7 +310,7 @@ class AttachedProfiler:
                     continue
                 raise ProfilerError("the process has ended", slug="exited")
             if time.monotonic() > end:
-                if not news.state:
+                if not update.state:
                     raise ProfilerError(
                         "its main thread has run no Python since: it waits, or works in native code",
                         slug="not-reached",
@@ -411,7 +415,7 @@ class AttachedMemoryProfiler(AttachedProfiler):
         order = self.order
         file = ProgressFile(order.incoming, order.name(order.attempt), process.uid)
         try:
-            news = await self.written(process, window, order.attempt, resumed=False)
+            update = await self.written(process, window, order.attempt, resumed=False)
             facts: dict[str, Any] = await run_store_task(
                 partial(
                     worker.run,
@@ -427,7 +431,10 @@ class AttachedMemoryProfiler(AttachedProfiler):
             )
         finally:
             file.drop()
-        facts |= {"window_start_ns": news.start_ns or None, "window_end_ns": news.end_ns or None}
+        facts |= {
+            "window_start_ns": update.start_ns or None,
+            "window_end_ns": update.end_ns or None,
+        }
         self.tell("verified", **facts)
         self.tell("kept", **facts, file=path.name)
         return [path]

@@ -316,9 +316,8 @@ _LEAD_S = 0.5  # py-spy starts so long before the window, as it first reads the 
 _READY_TIMEOUT_S = 30.0
 _END_TIMEOUT_S = 60.0
 _MAX_WINDOW_S = 600.0  # for steps of unknown duration
-_TICK_NS = int(
-    time.clock_getres(5) * 1e9
-)  # resolution of CLOCK_REALTIME_COARSE, the clock of file times
+# Resolution of CLOCK_REALTIME_COARSE, the clock of file times.
+_TICK_NS = int(time.clock_getres(5) * 1e9)
 
 
 class _SamplingRun(NamedTuple):
@@ -424,18 +423,16 @@ class StacksProfiler:
             "--output",
             str(directory / "samples"),
         )
-        await asyncio.to_thread(
-            directory.stat
-        )  # since Linux 6.13 this makes the next change get an exact time
+        # Since Linux 6.13 this makes the next change get an exact time.
+        await asyncio.to_thread(directory.stat)
         began_ns = time.time_ns()
         async with spy as running:
             assert running.stdout is not None
             assert running.stderr is not None
             errors = asyncio.create_task(read_limited(running.stderr, 1 << 16))
             try:
-                if await asyncio.wait_for(
-                    running.stdout.readline(), _READY_TIMEOUT_S
-                ):  # it samples now
+                # py-spy reports that it samples now.
+                if await asyncio.wait_for(running.stdout.readline(), _READY_TIMEOUT_S):
                     spy.check()
                 endings: list[asyncio.Future[int] | asyncio.Future[tuple[int, int]]]
                 endings = [window_end, asyncio.ensure_future(running.wait())]

@@ -73,9 +73,8 @@ class TelemetryProfiler:
         try:
             await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
             for name, result in self.board.results.items():
-                take(
-                    name, result
-                )  # the last values before the start: slow collectors may have no others
+                # The last values before the start: slow collectors may have no others.
+                take(name, result)
             self.board.listeners.append(take)
             while not window_end.done():
                 self.scheduler.run_fast(_FAST_COLLECTION_S)

@@ -238,9 +238,8 @@ class TimelineProfiler:
                         start_ns=None,
                     )
                     pause_s = 0.0
-                    if (
-                        error.slug != "cancelled-by-program"
-                    ):  # it did nothing: a process that just started imports PyTorch
+                    # No profile of the program interfered: PyTorch may still be being imported.
+                    if error.slug != "cancelled-by-program":
                         client = self.registry.clients.get(process.key)
                         polled_s = (
                             (time.time_ns() - client.first_ns) / 1e9 if client is not None else 0.0

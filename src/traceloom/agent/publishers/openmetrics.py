@@ -28,7 +28,7 @@ from traceloom.agent.ownership.model import Process
 def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
     """Returns families with dcgm-exporter's names, without series of unknown devices."""
     labels = build_device_labels(board, host)
-    out: dict[str, Family] = {}
+    families: dict[str, Family] = {}
     for (name, values), value, _ in board.values():
         metric = METRICS[name]
         if not metric.dcgm_aliases:
@@ -40,14 +40,14 @@ def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
         for alias in metric.dcgm_aliases:
             if any(series_labels.get(label) != expected for label, expected in alias.where):
                 continue
-            family = out.get(alias.name)
+            family = families.get(alias.name)
             if family is None:
                 kind = "gauge" if alias.kind == "gauge" else "unknown"
-                family = out[alias.name] = Family(
+                family = families[alias.name] = Family(
                     alias.name, f"{metric.help} As {metric.full_name}.", kind
                 )
             family.add_sample(alias.name, device, value * alias.factor)
-    return list(out.values())
+    return list(families.values())
 
 
 def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
@@ -69,7 +69,7 @@ def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[st
             owners[uuid].add(
                 (process_owner.pod, process_owner.namespace, process_owner.container, scheduled)
             )
-    out = {}
+    labels_by_device = {}
     for uuid, device in board.devices.items():
         physical_device = board.devices.get(device.parent, device)
         labels = {
@@ -91,8 +91,8 @@ def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[st
         if len(owner) == 1:
             names = ("pod", "namespace", "container", "hpc_job")
             labels |= {name: value for name, value in zip(names, owner.pop(), strict=True) if value}
-        out[uuid] = {name: value for name, value in labels.items() if value}
-    return out
+        labels_by_device[uuid] = {name: value for name, value in labels.items() if value}
+    return labels_by_device
 
 
 class ReadableSnapshot(Protocol):
@@ -174,7 +174,7 @@ def build_families(board: ReadableSnapshot) -> list[Family]:
     histograms: dict[str, list[HistogramReading]] = defaultdict(list)
     for histogram, _ in board.histograms():
         histograms[histogram.metric].append(histogram)
-    out = []
+    families = []
     for name, metric in METRICS.items():
         if name not in values_by_metric and name not in histograms:
             continue
@@ -195,8 +195,8 @@ def build_families(board: ReadableSnapshot) -> list[Family]:
                 )
             family.add_sample(f"{metric.full_name}_count", histogram_labels, histogram.number)
             family.add_sample(f"{metric.full_name}_sum", histogram_labels, histogram.total)
-        out.append(family)
-    return out
+        families.append(family)
+    return families
 
 
 def _build_labels(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:

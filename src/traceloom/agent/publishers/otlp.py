@@ -59,9 +59,8 @@ class OtlpPublisher:
                 hint="pip install 'traceloom[otlp]'",
             ) from error
         logger = logging.getLogger("opentelemetry.exporter")
-        logger.addHandler(
-            self._log
-        )  # its messages become our `trouble` instead of a log line per minute
+        # Its messages become our `trouble` instead of a log line per minute.
+        logger.addHandler(self._log)
         logger.propagate = False
         otlp = self.config.otlp
         endpoint = (

@@ -531,8 +531,8 @@ class TraceService:
         else:
             assert start is not None
             start_ns = await asyncio.shield(start.first)
-            tells_itself = isinstance(profiler, AttachedMemoryProfiler)
-            report("queued" if tells_itself else "accepted", start_ns=start_ns)
+            reports_itself = isinstance(profiler, AttachedMemoryProfiler)
+            report("queued" if reports_itself else "accepted", start_ns=start_ns)
             window = Window(start_ns, spec.duration_s, spec.steps)
             rate = self.steps.per_second(process.key)
             if rate and spec.steps is not None:
@@ -542,7 +542,7 @@ class TraceService:
             ):
                 window = Window(start_ns, None, spec.steps, partial(self.traced, request))
             paths = await profiler.record(process, window, directory, target.stem)
-            if not tells_itself:
+            if not reports_itself:
                 report("written")
                 size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
                 if request.most_bytes is not None and size > request.most_bytes:

@@ -306,9 +306,9 @@ class TriggerEngine:
             refusal = await self._request(rule, firing, target, now_ns)
         cooldown_ns = int((cooling or rule.cooldown) * 1e9)
         if refusal is None:
-            again_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
+            retry_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
         else:
-            again_ns = now_ns + (cooldown_ns if cooling else _RETRY_AFTER_NS)
+            retry_ns = now_ns + (cooldown_ns if cooling else _RETRY_AFTER_NS)
             counts = self.counts[rule.name]
             counts.refusals[refusal.reason] = counts.refusals.get(refusal.reason, 0) + 1
             counts.last_refusal = LastRefusal(
@@ -321,9 +321,8 @@ class TriggerEngine:
             )
             self._changed.add(rule.name)
             noted_ns = tried.noted_ns if tried is not None else 0
-            if (
-                not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS
-            ):  # at most once a minute in the audit log
+            # At most once a minute in the audit log.
+            if not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS:
                 noted_ns = now_ns
                 facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
                 write = partial(
@@ -331,7 +330,7 @@ class TriggerEngine:
                 )
                 self._disk.submit(write)
         self._tried.pop(key, None)  # keeps the order by the last attempt
-        self._tried[key] = _Attempt(episodes, again_ns, noted_ns)
+        self._tried[key] = _Attempt(episodes, retry_ns, noted_ns)
         if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
 

@@ -226,9 +226,8 @@ class TriggerLedger:
     def __init__(self, budget: TriggerBudget) -> None:
         self._budget = budget
         self.charges: list[Charge] = []  # oldest first
-        self._last_fired_ns: dict[
-            tuple[str, int, str], int
-        ] = {}  # (rule, user, target) -> time of the last request
+        # (rule, user, target) -> time of the last request.
+        self._last_fired_ns: dict[tuple[str, int, str], int] = {}
 
     def add(self, charges: Iterable[Charge], now_ns: int) -> None:
         """Add charges; those in the future, as after a clock was set back, are dated now."""

@@ -124,9 +124,8 @@ class SeriesValues:
                     if columns is None:
                         continue
                     now = value
-                    if (
-                        METRICS[series[0]].kind == "counter"
-                    ):  # the rate per second, unknown at the first delivery
+                    # The rate per second, unknown at the first delivery.
+                    if METRICS[series[0]].kind == "counter":
                         last = before.values.get(series) if before is not None else None
                         if before is None or last is None or sheet.at_ns <= before.at_ns:
                             continue
@@ -228,8 +227,8 @@ class MetricWatch:
                 measure, since_ns = get_unit(self.matching.metric), state.since_ns
                 value = _format_measure(state.value, measure)
                 if rule.changed is not None:
-                    apart = state.greatest[0][1] - state.least[0][1]
-                    description = f"changed by {_format_measure(apart, measure)} within {rule.within:g} s, to {value}"
+                    value_range = state.greatest[0][1] - state.least[0][1]
+                    description = f"changed by {_format_measure(value_range, measure)} within {rule.within:g} s, to {value}"
                 else:
                     side, limit = (
                         ("above", rule.above) if rule.above is not None else ("below", rule.below)
@@ -395,9 +394,8 @@ class HangRuleWatch:
 
     def __init__(self, hangs: HangService) -> None:
         self._hangs = hangs
-        self._known: frozenset[str] | None = (
-            None  # at the last call; None before it: those of an earlier agent
-        )
+        # At the last call; None before it: those of an earlier agent.
+        self._known: frozenset[str] | None = None
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the hangs that started since the last call and whose blocking ranks are known."""
