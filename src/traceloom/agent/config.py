@@ -150,8 +150,8 @@ OWNER_LABELS = ("job", "rank", "user", "account", "namespace", "pod", "framework
 
 
 class TriggerRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
-    """What every rule says: of whom (`where`), which processes are traced (`target`) and how, and
-    how often at most.
+    """Settings common to all rules: filter (`where`), traced processes (`target`), profilers,
+    window and limits.
 
     `slowest-and-median`: of the ranks of the job on this host the slowest and a median one, by
     `ranks_by`: the time of their steps, or their waits for the data loader. Without `steps` and

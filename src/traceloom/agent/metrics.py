@@ -1075,7 +1075,7 @@ _DECLARED_METRICS = (
         "s",
         (("job", "traceloom.job"), ("rank", "traceloom.rank")),
     ),
-    # Traces that nobody asked for
+    # Triggered traces
     Metric(
         "trigger_requests_total",
         "counter",

@@ -435,7 +435,7 @@ class TraceBuilder:
             "X", "cuda_sync", kind, start_us, duration_us, device, stream, extra_args | args
         )
 
-    # -- what is no span --------------------------------------------------------------------------------------
+    # -- not spans --------------------------------------------------------------------------------------------
 
     def allocation(
         self,

@@ -163,7 +163,7 @@ class Scheduler:
             try:
                 loop.call_soon_threadsafe(settle, result, problem)
             except RuntimeError:
-                return  # the loop has ended; nobody waits
+                return  # the loop has ended
 
         self._hanging.add(name)
         threading.Thread(target=call, name=f"collect-{name}", daemon=True).start()
