@@ -1,4 +1,4 @@
-"""Reading: from files of strangers to traces and sessions.
+"""Readers that turn files from outside into traces and sessions.
 
 Names are loaded when they are first used: decoding a file needs no Polars (see
 `traceloom.formats.ahead`).

@@ -1,16 +1,16 @@
-"""A file decoded by several processes, begun before Polars is imported (goes with core.md 3c).
+"""Decodes one file in several processes, starting before Polars is imported (see core.md 3c).
 
-A part begins where an entry ends, near a byte that is agreed upon. What looks like such an end may
-stand in a text or a list of an entry; whether it is one is known to who has the part before, if all
-of that is decoded. So each process stops only where its own text proves that the next part can
-begin there, and parts are put together only where one begins where the other stopped. Otherwise
-this process goes on alone.
+A part begins where an entry ends, near an agreed byte. Something that looks like such an end may be
+inside a string or a list of an entry; only the process that has decoded all of the preceding part
+can decide. So each process stops only where its own text proves that the next part can begin, and
+parts are joined only where one begins exactly where the other stopped. Otherwise this process
+decodes the rest alone.
 
-Python does one thing at a time in a process, so another core needs another process. It is a fork,
-which costs a hundredth of what a new interpreter would. Of other threads of this process the fork
-has nothing but what they held locked, so decoding keeps to what takes no locks of theirs: Polars
-has no part in it. Whatever goes wrong there is no
-loss: the file is decoded here then.
+Python runs one thread at a time in a process, so using another core needs another process. It is a
+fork, which costs a hundredth of what a new interpreter would. The fork inherits nothing of the
+other threads of this process except the locks that they held, so decoding uses only code that takes
+none of their locks: Polars is not used. If anything goes wrong in the fork, nothing is lost: the
+file is then decoded here.
 """
 
 from __future__ import annotations
@@ -41,23 +41,20 @@ from traceloom.trace.array_types import Array
 from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.mapped_arrays import BLOCK_POOL
 
-MIN_TEXT_BYTES = 1 << 23  # bytes of text that are worth a process
-_HANDOVER_BYTES = (
-    7 << 20
-)  # bytes of text that are decoded in the time that handing a part over takes
-_MAX_GZIP_PROCESSES = (
-    4  # processes for one compressed file, since each has to unpack what is before its part
-)
+MIN_TEXT_BYTES = 1 << 23  # bytes of text that justify a process
+# Bytes of text that are decoded in the time that handing over a part takes.
+_HANDOVER_BYTES = 7 << 20
+# Processes for one compressed file, since each has to unpack everything before its part.
+_MAX_GZIP_PROCESSES = 4
 _MAX_PROCESSES = 8
 _MAX_EXPANSION = 250
-_MAX_FORK_BYTES = (
-    2 << 30
-)  # bytes of memory of a process: the tables of more take longer to copy than is gained
+# Bytes of memory of a process: larger page tables take longer to copy than is gained.
+_MAX_FORK_BYTES = 2 << 30
 _TIMEOUT_S = 30  # beyond what the file has taken so far
 
 
 class ForkResult(Struct, frozen=True):
-    """What a part holds beside its columns; see `Decoded`."""
+    """The data of a part other than its columns; see `Decoded`."""
 
     legend: ColumnTables
     metadata: dict[str, Any]
@@ -68,10 +65,10 @@ class ForkResult(Struct, frozen=True):
 
 
 class Fork:
-    """The process that decodes a part of a file.
+    """A process that decodes a part of a file.
 
     Raises:
-        OSError: There is no more process, file or memory to be had.
+        OSError: No further process, file or memory is available.
     """
 
     def __init__(self, path: Path, part: TextRange) -> None:
@@ -84,7 +81,7 @@ class Fork:
                 with warnings.catch_warnings():
                     warnings.simplefilter(
                         "ignore", DeprecationWarning
-                    )  # of other threads: see above
+                    )  # about other threads: see the module's docstring
                     self._process = os.fork()
                 if not self._process:
                     _decode_into(path, part, write_fd, parent)
@@ -97,7 +94,7 @@ class Fork:
         self._answer = open(answer, "rb")  # noqa: PTH123, SIM115  (no path; open until `stop`)
 
     def result(self) -> ForkResult | None:
-        """What it decoded, once it is done; None if it failed."""
+        """Waits for the process and returns what it decoded; None if it failed."""
         waiting = select.poll()
         waiting.register(self._answer, select.POLLIN)
         took_s = time.monotonic() - self._since
@@ -110,22 +107,22 @@ class Fork:
         return decoded
 
     def pieces(self) -> Iterator[tuple[str, str, Array]]:
-        """The columns of what it decoded, as of `Columns.pieces`.
+        """Yields the decoded columns, in the form of `Columns.pieces`.
 
         Raises:
-            EOFError: It was ended from outside.
+            EOFError: The process was killed.
         """
         while (chunk := pickle.load(self._answer)) is not None:  # noqa: S301
             yield chunk
 
     def stop(self) -> None:
-        """End it, if it has not ended."""
+        """Kills the process if it is still running."""
         self._answer.close()
         self._until_stopped.close()
         self._kill()
         with contextlib.suppress(
             ChildProcessError
-        ):  # where somebody ignores SIGCHLD, the system has seen to it
+        ):  # where SIGCHLD is ignored, the system has reaped it already
             os.waitpid(self._process, 0)
 
     def _kill(self) -> None:
@@ -134,7 +131,7 @@ class Fork:
 
 
 def count_usable_cores() -> int:
-    """How many processes may decode at once; 1 where this one may not be forked."""
+    """Returns how many processes may decode at once; 1 where this process must not be forked."""
     if sys.platform != "linux":
         return 1
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -142,13 +139,13 @@ def count_usable_cores() -> int:
 
 
 def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoReturn:
-    """What the fork does, in place of anything that its parent was doing."""
+    """Runs in the fork instead of what its parent was doing."""
     try:
         process.forget_in_child()
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in range(
             3
-        ):  # whoever waits for the end of our output must not wait for this process
+        ):  # a reader waiting for the end of our output must not wait for this process
             os.dup2(nowhere, stream)
         for descriptor in set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, write_fd}:  # noqa: PTH208  (of names alone)
             with contextlib.suppress(OSError):  # the listing itself is among them
@@ -158,7 +155,7 @@ def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoR
 
         def step(_read: int, _text: int) -> None:
             if os.getppid() != parent:
-                os._exit(0)  # nobody waits for it any more
+                os._exit(0)  # no process waits for the result any more
 
         decoded = decode(path, step, part=part)
         columns = decoded.columns
@@ -178,19 +175,19 @@ def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoR
 
 
 class Helpers:
-    """Forks that decode a file from a byte on.
+    """Forks that decode a file from a given byte on.
 
     Args:
         path: The file.
-        begins: Bytes of the text at which their parts begin; 0 if they have all of it.
+        starts: Bytes of the text at which their parts begin; 0 if they decode all of it.
         size: Bytes of the text.
 
     Raises:
-        OSError: There are not so many processes to be had.
+        OSError: Not enough processes are available.
 
     Attributes:
         first: Byte at which the first part begins.
-        share: Of how many times its own part this process decodes the whole.
+        share: The whole text as a multiple of the part that this process decodes itself.
     """
 
     def __init__(self, path: Path, starts: list[int], size: int) -> None:
@@ -206,7 +203,7 @@ class Helpers:
             raise
 
     def have(self, byte: int) -> bool:
-        """Whether they decoded all that follows a byte; waits until they have."""
+        """Whether the forks decoded everything after a byte; waits until they have."""
         position: int | None = byte
         for fork in self._forks:
             decoded = fork.result()
@@ -218,16 +215,16 @@ class Helpers:
         return False
 
     def join(self, target: Decoded) -> None:
-        """Add what they have to what is before it.
+        """Adds what the forks decoded to `target`, which holds what precedes it.
 
         Raises:
-            EOFError: One was ended from outside; `target` is of no use any more.
+            EOFError: A fork was killed; `target` is unusable then.
         """
         if self._results[-1].size >= mapped_arrays.MIN_SPILL_BYTES and target.columns.spill is None:
             target.columns.spill = mapped_arrays.ColumnSpool()
         for fork, decoded in zip(
             self._forks, self._results, strict=False
-        ):  # one may have gone to the end by itself
+        ):  # one may have continued to the end by itself
             target.columns.extend(decoded.legend, fork.pieces())
             for key, value in decoded.metadata.items():
                 store_entry(target.metadata, key, value, target.damage)
@@ -235,22 +232,22 @@ class Helpers:
             target.size = decoded.size
 
     def stop(self) -> None:
-        """End them all."""
+        """Kills all of them."""
         for fork in self._forks:
             fork.stop()
 
 
 def start_helpers(path: Path, processes: int | None = None, lead: int = 0) -> Helpers | None:
-    """Have a file decoded by as many processes as are worth it, this one among them; None where
-    only this one is.
+    """Starts decoding a file in as many processes as are worthwhile, this one included; None where
+    one suffices.
 
     Args:
         path: The file.
-        processes: How many at most; all cores if None.
+        processes: Max number of processes; all cores if None.
         lead: Bytes of text that helpers decode before this process can begin.
 
     Raises:
-        OSError: The file cannot be read, or there are not so many processes to be had.
+        OSError: The file cannot be read, or not enough processes are available.
     """
     size, max_processes = path.stat().st_size, _MAX_PROCESSES
     with path.open("rb") as file:
@@ -266,7 +263,9 @@ def start_helpers(path: Path, processes: int | None = None, lead: int = 0) -> He
 
 
 def compute_part_starts(size: int, processes: int, lead: int) -> list[int]:
-    """Where the parts of the others begin, in bytes of the text; none where they are not worth it."""
+    """Returns where the parts of the other processes begin, in bytes of the text; empty where they
+    are not worthwhile.
+    """
     helper_count = min(processes - 1, max(1, size // MIN_TEXT_BYTES - (lead == 0)))
     local_bytes = (size - helper_count * (lead - _HANDOVER_BYTES)) // (helper_count + 1)
     if local_bytes < MIN_TEXT_BYTES:
@@ -280,14 +279,14 @@ def compute_part_starts(size: int, processes: int, lead: int) -> list[int]:
 
 
 def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) -> Decoded:
-    """Decode the first part here and take the rest from helpers, which are stopped afterwards.
+    """Decodes the first part here and takes the rest from helpers, which are stopped afterwards.
 
     Raises:
-        InputError: As of `decode`.
+        InputError: As for `decode`.
     """
     try:
         decoded = None
-        if helping.first:  # what is before the part of the first helper; all where they fail
+        if helping.first:  # the part before that of the first helper; all of it where helpers fail
             scaled = (
                 None if step is None else lambda read, text: step(int(read * helping.share), text)
             )
@@ -298,7 +297,7 @@ def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) ->
         if decoded is not None and decoded.left_at is not None:
             try:
                 helping.join(decoded)
-            except (EOFError, pickle.UnpicklingError):  # one was ended meanwhile
+            except (EOFError, pickle.UnpicklingError):  # one was killed meanwhile
                 decoded.columns.close()
                 decoded = None
             except BaseException:
@@ -311,7 +310,7 @@ def decode_with(helping: Helpers, path: str | Path, step: Step | None = None) ->
     return decode(path, step)
 
 
-_MIN_FILE_BYTES = 1 << 17  # bytes of a file: less is decoded at once
+_MIN_FILE_BYTES = 1 << 17  # bytes of a file: smaller ones are decoded at once
 _LEAD_BYTES = 29_000_000  # bytes of text that are decoded until the libraries are loaded
 
 _running: dict[Path, tuple[Helpers, FileStamp]] = {}
@@ -319,11 +318,13 @@ _running: dict[Path, tuple[Helpers, FileStamp]] = {}
 
 @contextlib.contextmanager
 def decode_ahead(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[None]:
-    """Decode the largest of these files beside what is done inside; `taken` has it then.
+    """Decodes the largest of these files concurrently with the body of the `with` statement.
+
+    `take_helpers` returns the processes that do so.
 
     Args:
-        paths: What the user gave. Whether it is a trace at all is for the reader to say.
-        cache: What it holds is not decoded.
+        paths: The paths that the user gave. The reader decides whether they are traces.
+        cache: A file that it holds is not decoded.
     """
     path = max(map(Path, paths), key=_get_file_size, default=Path())
     if _get_file_size(path) < _MIN_FILE_BYTES or "polars" in sys.modules:
@@ -331,11 +332,11 @@ def decode_ahead(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[N
         return
     if cache:
         entry = cache.entry(path, None)
-        # It must not hold the file, and must see it change from now on.
+        # The cache must not hold the file, and must notice any change of it from now on.
         if entry is None or not entry.settled or entry.exists():
             yield
             return
-    with contextlib.suppress(OSError):  # the reader will say why it cannot be read
+    with contextlib.suppress(OSError):  # the reader reports why it cannot be read
         file_stamp = FileStamp.now(path)
         if helping := start_helpers(path, lead=_LEAD_BYTES):
             _running[path] = helping, file_stamp
@@ -347,7 +348,9 @@ def decode_ahead(paths: Sequence[str | Path], cache: Cache | None) -> Iterator[N
 
 
 def take_helpers(path: str | Path) -> Helpers | None:
-    """Who decodes a file, if that began ahead, nobody took it yet and the file is still the same."""
+    """Returns the processes that decode a file ahead; None if there are none, they were taken
+    already, or the file has changed.
+    """
     helping, file_stamp = _running.pop(Path(path), (None, None))
     if helping is None or file_stamp is None:
         return None
@@ -359,7 +362,7 @@ def take_helpers(path: str | Path) -> Helpers | None:
 
 
 def _get_file_size(path: Path) -> int:
-    """Bytes of a file; 0 of what is none."""
+    """Returns the bytes of a file; 0 if it is not a regular file."""
     try:
         return path.stat().st_size if path.is_file() else 0
     except OSError:

@@ -1,7 +1,7 @@
-"""The same ops in two recordings, by their order.
+"""Matches the same ops in two recordings by their order.
 
-Sequences are arrays of tokens: uint64, well mixed (see `mixed`), equal where the elements are.
-Everything is done on whole arrays with hashes of stretches, so that the cost grows as n log n
+Sequences are arrays of tokens: uint64, well mixed (see `hash_numbers`), equal where the elements
+are. All work is done on whole arrays with hashes of stretches, so that the cost grows as n log n
 however often names repeat.
 """
 
@@ -29,15 +29,14 @@ Tokens = NDArray[np.uint64]
 _BASE = 0x9E3779B97F4A7C15 | 1
 _INVERSE = pow(_BASE, -1, 1 << 64)
 _STRETCHES = (64, 16, 4, 1)  # lengths of stretches that must be unique to be trusted, longest first
-_MAX_ROUNDS = 8  # of the shortest, at most
-_MAX_TABLE_CELLS = (
-    1 << 22
-)  # of the tables for gaps in which everything repeats; larger gaps stay open
+_MAX_ROUNDS = 8  # max rounds with the shortest stretches
+# Of the tables for gaps in which everything repeats; larger gaps stay unmatched.
+_MAX_TABLE_CELLS = 1 << 22
 
 
 def hash_numbers(values: NDArray[Any], salt: int = 0) -> Tokens:
-    """Small numbers as tokens: splitmix64, so that hashes of stretches do not collide by their
-    regularity.
+    """Turns small numbers into tokens with splitmix64, so that hashes of stretches do not collide
+    because the numbers are regular.
     """
     out = values.astype(np.uint64) + np.uint64((salt * _BASE + 0x632BE59BD9B4E019) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -52,8 +51,10 @@ class RollingHashes(Struct, frozen=True):
 
     Attributes:
         tokens: The sequence, shape (n,).
-        sums: Sum of the tokens before each place, each times a power of the base, shape (n + 1,), modulo 2^64.
-        inverse: Powers of the base's inverse, shape (n + 1,): they make stretches comparable wherever they begin.
+        sums: Sum of the tokens before each place, each times a power of the base, shape (n + 1,),
+            modulo 2^64.
+        inverse: Powers of the base's inverse, shape (n + 1,): they make stretches comparable
+            wherever they begin.
     """
 
     tokens: Tokens
@@ -61,13 +62,15 @@ class RollingHashes(Struct, frozen=True):
     inverse: Tokens
 
     def of(self, start: Ints, length: Ints | int) -> Tokens:
-        """Hash of the stretch of each start; starts and lengths must lie inside."""
+        """Returns the hash of the stretch at each start; starts and lengths must lie inside the
+        sequence.
+        """
         between: Tokens = self.sums[start + length] - self.sums[start]
         return between * self.inverse[start]
 
 
 def build_hashes(tokens: Tokens) -> RollingHashes:
-    """Prepare a sequence for comparing its stretches."""
+    """Prepares a sequence for comparing its stretches."""
     powers = np.full(tokens.size, _BASE, dtype=np.uint64)
     powers[:1] = 1
     inverse = np.full(tokens.size + 1, _INVERSE, dtype=np.uint64)
@@ -78,7 +81,7 @@ def build_hashes(tokens: Tokens) -> RollingHashes:
 
 
 def find_occurrences(pattern: RollingHashes, text: RollingHashes) -> Ints:
-    """All positions where the whole pattern occurs in the text, ascending."""
+    """Returns all positions where the whole pattern occurs in the text, ascending."""
     length, last = pattern.tokens.size, text.tokens.size - pattern.tokens.size
     if last < 0 or not length:
         return np.empty(0, dtype=np.int64)
@@ -92,17 +95,17 @@ def find_occurrences(pattern: RollingHashes, text: RollingHashes) -> Ints:
             np.array_equal(text.tokens[start : start + length], pattern.tokens)
             for start in positions
         ]  # pragma: no cover
-        positions = positions[equal]  # pragma: no cover - hashes that collide
+        positions = positions[equal]  # pragma: no cover - hash collisions
     return positions
 
 
 class SimilarStretches(Struct, frozen=True):
-    """Where something like a pattern stands in a text.
+    """Approximate places of a pattern in a text.
 
     Attributes:
-        start: About where it begins, ascending; may lie a little outside of the text.
-        votes: How many of its stretches speak for the place.
-        slack: How far off the places may be.
+        start: Approximate beginning, ascending; may lie a little outside of the text.
+        votes: How many stretches of the pattern support the place.
+        slack: Max error of the places.
     """
 
     start: Ints
@@ -111,8 +114,8 @@ class SimilarStretches(Struct, frozen=True):
 
 
 def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretches:
-    """Places where most stretches of the pattern stand in the text at about the right distance from
-    one another.
+    """Finds places where most stretches of the pattern occur in the text at about the right
+    distances from each other.
     """
     slack, stretch_length = (
         max(4, pattern.tokens.size // 8),
@@ -127,7 +130,7 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
     text_hashes = text_hashes[order]
     low = np.searchsorted(text_hashes, pattern_hashes, side="left")
     count = np.searchsorted(text_hashes, pattern_hashes, side="right") - low
-    # The rarest stretches first, bounded in number; equally rare ones in random order, so that no
+    # The rarest stretches first, limited in number; equally rare ones in random order, so that no
     # part of the pattern is preferred.
     rare = np.lexsort((hash_numbers(np.arange(pattern_hashes.size)), count))
     rare = rare[count[rare] > 0]
@@ -152,7 +155,7 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
         )
         best = candidates[index:group_end][int(np.argmax(votes[candidates[index:group_end]]))]
         values, counts = np.unique(shift[best : best + votes[best]], return_counts=True)
-        # Of places that as many speak for the one that leaves least of the pattern outside.
+        # Of places with equal votes, prefer the one that leaves least of the pattern outside.
         last_shift = text.tokens.size - pattern.tokens.size
         overhang = np.maximum(-values, 0) + np.maximum(values - max(last_shift, 0), 0)
         overhang[counts < 0.9 * counts.max()] = pattern.tokens.size + text.tokens.size
@@ -165,28 +168,29 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
 
 
 def expand_ranges(start: Ints, length: Ints) -> Ints:
-    """The numbers start, start + 1, ... of each range, one after the other."""
+    """Returns the numbers start, start + 1, ... of each range, concatenated."""
     before = np.cumsum(length) - length
     return np.repeat(start - before, length) + np.arange(int(length.sum()))
 
 
-# -- two similar sequences ------------------------------------------------------------------------------------------
+# -- two similar sequences -------------------------------------------------------------------------
 
 
 def align(
     first: RollingHashes, second: RollingHashes, shift: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Indices of equal elements in both, each strictly ascending; nearly as many as possible.
+    """Returns indices of equal elements in both sequences, each strictly ascending; nearly as many
+    as possible.
 
     Stretches that occur once in both, between existing matches, are anchors; the longest chain of
-    anchors in the same order is kept, and everything equal beside them is added; then shorter
-    stretches between them.
+    anchors in the same order is kept and extended by all equal elements next to them; then shorter
+    stretches between them are tried.
 
     Args:
         first: The first sequence.
         second: The second.
-        shift: Offset of most of the first in the second, where that is known; among repetitions only this identifies
-            the right ones.
+        shift: Offset of most of the first in the second, where known; among repetitions only this
+            identifies the right match.
     """
     in_first = in_second = np.empty(0, dtype=np.int64)
     if shift is not None:  # where stretches of both are equal at exactly this shift
@@ -198,7 +202,7 @@ def align(
             long = length >= choose_stretch_length(first.tokens.size)
             in_first = low + expand_ranges(start[long], length[long])
         in_second = in_first + shift
-    # What is equal at the ends by chance must not come before anchors inside.
+    # Chance matches at the ends must not precede anchors inside.
     for outer in (False, True):
         if outer:
             in_first, in_second = _extend_matches(first, second, in_first, in_second, outer=True)
@@ -211,7 +215,8 @@ def align(
                 )
             elif stretch_length == 1:
                 break
-    # In the gaps everything repeats: of each that is not too large, a longest common subsequence.
+    # In the gaps everything repeats: use a longest common subsequence of each gap that is not too
+    # large.
     left, left_end = _find_gaps(in_first, first.tokens.size)
     right, right_end = _find_gaps(in_second, second.tokens.size)
     cells = (left_end - left) * (right_end - right)
@@ -230,7 +235,7 @@ def align(
 
 
 def choose_stretch_length(size: int) -> int:
-    """Length of the stretches of a sequence that say where it stands."""
+    """Returns the length of the stretches that locate a sequence."""
     return max(1, min(8, size // 4))
 
 
@@ -241,7 +246,9 @@ def _merge_matches(in_first: Ints, in_second: Ints, left: Ints, right: Ints) -> 
 
 
 def _find_gaps(matched: Ints, size: int) -> tuple[Ints, Ints]:
-    """Start and end of the gaps between matched places, the outer ones too; empty ones included."""
+    """Returns start and end of the gaps between matched places, including the outer ones and empty
+    ones.
+    """
     return np.concatenate([[0], matched + 1]), np.concatenate([matched, [size]])
 
 
@@ -252,8 +259,8 @@ def _find_anchors(
     in_second: Ints,
     stretch_length: int,
 ) -> tuple[Ints, Ints]:
-    """Where stretches begin that occur once in both, between the same two matched pairs and in the
-    same order.
+    """Finds the starts of stretches that occur once in both, between the same two matched pairs and
+    in the same order.
     """
     keys: list[Tokens] = []
     unique_positions: list[Ints] = []
@@ -261,7 +268,7 @@ def _find_anchors(
         start, end = _find_gaps(matched, sequence.tokens.size)
         candidates = expand_ranges(
             start, np.maximum(end - start - stretch_length + 1, 0)
-        )  # they touch no matched place
+        )  # they overlap no matched place
         if not candidates.size:
             return candidates, candidates
         candidate_hashes = sequence.of(candidates, stretch_length) ^ hash_numbers(
@@ -280,7 +287,7 @@ def _find_anchors(
 
 
 def _find_common_subsequence(first: Tokens, second: Tokens) -> tuple[Ints, Ints]:
-    """A longest common subsequence, as early in both as it can be."""
+    """Returns a longest common subsequence, as early in both as possible."""
     best = np.zeros((first.size + 1, second.size + 1), dtype=np.int32)
     for row in range(first.size - 1, -1, -1):
         lengths = np.where(second == first[row], best[row + 1, 1:] + 1, best[row + 1, :-1])
@@ -302,7 +309,7 @@ def _find_common_subsequence(first: Tokens, second: Tokens) -> tuple[Ints, Ints]
 def _extend_matches(
     first: RollingHashes, second: RollingHashes, in_first: Ints, in_second: Ints, *, outer: bool
 ) -> tuple[Ints, Ints]:
-    """Add what is equal directly after and before matched pairs; with `outer` also at the ends of
+    """Adds equal elements directly after and before matched pairs; with `outer` also at the ends of
     both sequences.
     """
     for backward in (False, True):
@@ -311,7 +318,7 @@ def _extend_matches(
         max_length = np.minimum(left_end - left, right_end - right)
         if not outer:
             max_length[-1 if backward else 0] = 0
-        # How many elements after (or before) each pair of places are equal, by halving steps.
+        # Count the equal elements after (or before) each pair of places, by halving steps.
         length = np.zeros(left.size, dtype=np.int64)
         step = 1 << max(0, int(max_length.max(initial=0)).bit_length() - 1)
         while step:
@@ -328,7 +335,7 @@ def _extend_matches(
     return in_first, in_second
 
 
-# -- the sequences of traces, one for each thread ------------------------------------------------------------------
+# -- the sequences of traces, one for each thread ----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +363,14 @@ class ThreadOps:
 
 
 def encode_shared_names(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]:
-    """Numbers that are equal where names are."""
+    """Returns codes that are equal where names are."""
     both = pl.concat([host.rename("name"), device.rename("name")]).fill_null("")
     code = both.cast(pl.Categorical).to_physical().cast(pl.Int64).to_numpy()
     return code[: host.len()], code[host.len() :]
 
 
 def is_op(trace: Trace) -> Bools:
-    """Which events can be ops of a host trace: ops and annotations on host threads."""
+    """Returns which events can be ops of a host trace: ops and annotations on host threads."""
     events = trace.events
     on_host = (
         (trace.lanes["kind"] == "host").to_numpy()[events["lane"].to_numpy()]
@@ -374,11 +381,12 @@ def is_op(trace: Trace) -> Bools:
 
 
 def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[ThreadOps]:
-    """The chosen rows of the host trace by thread, the thread with most ops first."""
+    """Returns the selected rows of the host trace by thread, the thread with most ops first."""
     ids = host.ops["id"].to_numpy()
     parent_id = host.ops["parent"].fill_null(-1).to_numpy()
     parent = np.searchsorted(ids, parent_id)
-    # An op begins after its parent; a file that says otherwise could send us in circles.
+    # An op begins after its parent; following parents in a file that violates this could loop
+    # forever.
     valid_parent = (parent < np.arange(ids.size)) & (
         ids[np.minimum(parent, ids.size - 1)] == parent_id
     )
@@ -388,7 +396,7 @@ def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[Threa
 
 
 def split_by_lane(trace: Trace, codes: Ints, selected: Bools) -> list[ThreadOps]:
-    """The chosen events by lane, the lane with most of them first."""
+    """Returns the selected events by lane, the lane with most of them first."""
     return [
         line
         for _, line in split_by_step_and_lane(
@@ -400,10 +408,11 @@ def split_by_lane(trace: Trace, codes: Ints, selected: Bools) -> list[ThreadOps]
 def split_by_step_and_lane(
     trace: Trace, codes: Ints, selected: Bools, step: Ints
 ) -> list[tuple[int, ThreadOps]]:
-    """The chosen events by step (a number >= 0 for each event) and lane, the longest first.
+    """Returns the selected events by step (a number >= 0 for each event) and lane, the longest
+    first.
 
-    Events that begin in the same microsecond are in no certain order in the trace; their external
-    ids count up with the ops, whatever their numbers mean.
+    Events that begin in the same microsecond have no reliable order in the trace; their external
+    ids increase with the ops, whatever the numbers mean.
     """
     events, lanes = trace.events, trace.lanes.height
     enclosing = find_nearest_ancestor(
@@ -438,8 +447,8 @@ RECORDER_ANNOTATIONS = r"^traceloom\.(?:step#|scope:)"  # annotations of the rec
 
 
 def find_timed_ops(timed_trace: Trace) -> Bools:
-    """Which events of a timed window are ops or annotations of the program, on any thread, in any
-    step or outside.
+    """Returns which events of a timed window are ops or annotations of the program, on any thread,
+    inside or outside of steps.
     """
     is_recorder: Bools = (
         timed_trace.events["name"]
@@ -451,17 +460,17 @@ def find_timed_ops(timed_trace: Trace) -> Bools:
 
 
 def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
-    """The event of the graph step that is the same op as each event of the timed steps; -1 where
-    none is.
+    """Returns the event of the graph step that is the same op as each event of the timed steps; -1
+    where there is none.
 
     The graph step and each timed step are compared by the order of names on each thread of the
-    process; what is left by its turn among ops of the same name, since ops of a pool of threads run
-    now here, now there.
+    process; remaining ops are matched by their position among ops of the same name, since ops of a
+    thread pool run on varying threads.
 
     Args:
         timed_trace: The trace of the timed window.
         graph: The trace of the graph step, of the same process.
-        recorded: Which events of the graph step may be named.
+        recorded: Which events of the graph step may be matched.
     """
     graph_code, timed_code = encode_shared_names(graph.events["name"], timed_trace.events["name"])
     threads, timed_threads = (
@@ -510,10 +519,10 @@ def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
 def add_graph_step_shapes(
     trace: Trace, directory: Path | None, read: Callable[[Path, dict[str, Any]], Trace | InputError]
 ) -> Trace:
-    """The trace with the inputs of its ops as the graph step saw them, where the window was
-    recorded without.
+    """Returns the trace with input shapes of ops from the graph step, where the window was recorded
+    without them.
 
-    Nothing is read before somebody asks for `tensors`.
+    The graph step is read only when `tensors` is first used.
 
     Args:
         trace: A timed window.

@@ -1,6 +1,6 @@
-"""Arguments of one event or of many, read again from the file in one pass.
+"""Reads the arguments of one or many events again from the file, in one pass.
 
-For what few questions need of few events: the reader itself then need not decode it for all.
+Some analyses need arguments of a few events only; the reader then need not decode them for all.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _BATCH_EVENTS = 4096  # events decoded at once
 
 
 def can_reread_events(trace: Trace) -> bool:
-    """Whether the events of the trace can be read again: it came from a file that is still there."""
+    """Whether the events of the trace can be read again: it came from a file that still exists."""
     return trace.meta.path != "-" and Path(trace.meta.path).is_file()
 
 
 def arguments(trace: Trace, event: int) -> dict[str, Any]:
-    """The `args` of one event as they stand in the file; empty where it has none.
+    """Returns the `args` of one event as in the file; empty where it has none.
 
     The file is decompressed up to the event: milliseconds for small files, seconds for gigabytes.
 
@@ -42,7 +42,8 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
 
     Raises:
         UsageError: `no-such-event`; `no-file` for a trace from standard input.
-        InputError: `unreadable`: the file is gone; `changed-file`: it is not what it was when it was read.
+        InputError: `unreadable`: the file is gone; `changed-file`: it has changed since it was
+            read.
     """
     if not 0 <= event < trace.events.height:
         raise UsageError(
@@ -64,16 +65,17 @@ def arguments(trace: Trace, event: int) -> dict[str, Any]:
 def read_numeric_arguments(
     trace: Trace, events: Ints, keys: Mapping[str, str | tuple[str, int]]
 ) -> pl.DataFrame:
-    """Some numeric arguments of some events.
+    """Reads selected numeric arguments of selected events.
 
     Args:
-        trace: A trace for which `readable` holds; the file is decompressed up to the last of the events.
+        trace: A trace for which `can_reread_events` holds; the file is decompressed up to the last
+            of the events.
         events: Rows of `trace.events`, ascending.
-        keys: Name of a column -> key of the argument in the file; of a list, with the position in it.
+        keys: Name of a column -> key of the argument in the file; for a list, key and position.
 
     Returns:
         The column `event` and one Float64 column per name, in the order of `events`; null where the
-        argument is absent, is no finite number, or the file no longer holds that event.
+        argument is absent, is not a finite number, or the file no longer holds that event.
 
     Raises:
         InputError: `unreadable`: the file is gone.
@@ -109,10 +111,9 @@ def read_numeric_arguments(
 
 
 def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
-    """All arguments of some events, one after the other, in the order of `events` (rows,
-    ascending).
+    """Yields all arguments of selected events in the order of `events` (rows, ascending).
 
-    An event that the file no longer holds has none.
+    An event that the file no longer holds yields an empty dict.
 
     Raises:
         InputError: `unreadable`: the file is gone.
@@ -127,8 +128,8 @@ def read_all_arguments(trace: Trace, events: Ints) -> Iterator[dict[str, Any]]:
 def _decode_arguments(
     trace: Trace, events: Ints, arguments_type: Any
 ) -> Iterator[tuple[Ints, list[Any]]]:
-    """The arguments as `arguments_type`, batch by batch in the order of the file, with their places
-    in `events`.
+    """Yields the arguments as `arguments_type`, in batches in file order, with their positions in
+    `events`.
 
     None where an event has none. Events beyond the end of the file are left out.
     """
@@ -155,7 +156,7 @@ def _decode_arguments(
             decoded = []
             for text, name in zip(
                 batch, names, strict=True
-            ):  # of a damaged stretch, which may hold others too
+            ):  # of a damaged stretch, which may hold other entries too
                 candidates = (
                     item.get("args")
                     for item in _parse_entries(text)
@@ -170,7 +171,7 @@ def _decode_arguments(
 
 
 def _parse_entries(text: bytes) -> list[dict[str, Any]]:
-    """The entries in a stretch of a file, mended where it is damaged."""
+    """Returns the entries in a stretch of a file, repaired where it is damaged."""
     try:
         entries = json.loads(b"[" + text + b"]", strict=False, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
@@ -179,7 +180,7 @@ def _parse_entries(text: bytes) -> list[dict[str, Any]]:
 
 
 def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
-    """The text of events, which stand in the order of the file; ends early where the file does.
+    """Yields the text of events, which must be in file order; ends early where the file does.
 
     Raises:
         InputError: `unreadable`: the file is gone.
@@ -192,7 +193,7 @@ def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
     spans = trace.sources.select("offset", "length")[events]
     offset = spans["offset"].to_numpy()
     ends = np.maximum.accumulate(offset + spans["length"].cast(pl.Int64).to_numpy())
-    next_event = buffer_offset = 0  # next event, byte at which what is held begins
+    next_event = buffer_offset = 0  # next event, byte at which the buffer begins
     buffer = b""
     with open_input(Path(trace.meta.path)) as stream:
         chunks = read_text_pieces(stream, DamageLog())
@@ -205,7 +206,7 @@ def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
                 (ends[next_event:ready_end] - buffer_offset).tolist(),
                 strict=True,
             ):
-                yield buffer[low:high]  # ready >= at: what is held only grows
+                yield buffer[low:high]  # ready >= at: the buffer only grows
             next_event = ready_end
             if next_event >= ends.size:
                 break

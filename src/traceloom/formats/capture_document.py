@@ -1,6 +1,4 @@
-"""capture.json as it should be: every value of the type that its key has, or left out and told with
-its place.
-"""
+"""Validates capture.json: values of the wrong type are removed and reported with their location."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ class CapturedClock(Struct, kw_only=True):
 
 
 class Rank(Struct, kw_only=True):
-    """One of `ranks`, as docs/reference/capture-json.md says."""
+    """One of `ranks`, as documented in docs/reference/capture-json.md."""
 
     rank: BoundedInt | None = None
     world_size: BoundedInt | None = None
@@ -115,8 +113,8 @@ _RANK, _RUN = (get_type_hints(kind, include_extras=True) for kind in (Rank, Run)
 
 
 def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]] | None:
-    """The document without what does not fit, and what was left out; None where it is no such
-    document at all.
+    """Returns the document without invalid values, and a notice of what was removed; None if it is
+    no capture document.
 
     Raises:
         InputError: `other-version`.
@@ -160,7 +158,7 @@ def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]]
 def _select_valid_values(
     entry: Any, types: dict[str, Any], path: str, unexpected: list[str]
 ) -> dict[str, Any] | None:
-    """The entry without the values that do not fit; None where it is no object."""
+    """Returns the entry without invalid values; None where it is not an object."""
     if not isinstance(entry, dict):
         unexpected.append(f"{path}: expected an object")
         return None
@@ -175,7 +173,7 @@ def _select_valid_values(
             if isinstance(value, list)
             else []
         )
-        if None in members:  # of a list those that fit
+        if None in members:  # of a list keep the valid members
             unexpected.extend(
                 f"{path}.{key}[{index}]: {fault}"
                 for index, fault in enumerate(members)

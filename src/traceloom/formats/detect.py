@@ -1,4 +1,4 @@
-"""What a file is when it is no Kineto trace: say so, and which command wants it."""
+"""Refuses files that are not Kineto traces, naming what they are and the command for them."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
 
 
 def refuse_start(text: bytes, path: str, expected: str = "Kineto trace") -> None:
-    """Refuse what cannot be JSON of a trace by its first bytes.
+    """Refuses text that cannot be JSON of a trace, by its first bytes.
 
     Args:
         text: The first bytes, decompressed.
         path: The file.
-        expected: What it should be.
+        expected: Name of the expected format.
 
     Raises:
-        InputError: `empty-file`, or `not-a-trace`, which says what the file is.
+        InputError: `empty-file`, or `not-a-trace`, which names the format found.
     """
     head = text[:4096].lstrip()
     if not head and len(text) < 4096:
@@ -77,7 +77,9 @@ def refuse_start(text: bytes, path: str, expected: str = "Kineto trace") -> None
 
 
 def describe_format(text: bytes) -> str:
-    """What a file is that is no JSON, in words; empty where its first bytes do not tell."""
+    """Describes the format of a file that is not JSON; empty where its first bytes do not reveal
+    it.
+    """
     for magic, description in _MAGIC:
         if text.startswith(magic):
             return description
@@ -87,7 +89,7 @@ def describe_format(text: bytes) -> str:
 
 
 def refuse_list(text: bytes, path: str) -> None:
-    """Refuse a list that does not begin with events.
+    """Refuses a list that does not begin with events.
 
     Raises:
         InputError: `not-a-trace`.
@@ -103,12 +105,12 @@ def refuse_list(text: bytes, path: str) -> None:
 
 
 def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
-    """Refuse an object whose keys show that it is something else.
+    """Refuses an object whose keys show that it is another kind of file.
 
     Args:
         metadata: The top-level entries so far.
         path: The file.
-        done: No more are to come, and there was no `traceEvents`.
+        done: The entries are complete, and there was no `traceEvents`.
 
     Raises:
         InputError: `not-a-trace`.

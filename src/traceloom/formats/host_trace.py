@@ -1,6 +1,7 @@
-"""PyTorch's execution traces.
+"""Reads PyTorch's execution traces (host traces).
 
-Of malformed stretches every whole node is kept, what can be mended is, the rest is counted.
+Of malformed stretches every whole node is kept, damaged ones are repaired where possible, and the
+rest is counted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ from traceloom.trace.notice import Notice
 from traceloom.trace.trace import GROUP_LIST, HOST_OPS, SCHEMAS, HostTrace
 
 _RAW = msgspec.Raw()
-# Column: key in the file. In nested schemas the first is `ctrl_deps`, the rest are attributes.
+# Column: key in the file. In nested schemas the first key is `ctrl_deps`, the others are
+# attributes.
 NUMBERS = {
     "parent": "parent",
     "forward_parent": "fw_parent",
@@ -58,7 +60,7 @@ LISTS = ("inputs", "input_shapes", "input_types", "outputs", "output_shapes", "o
 _SIDES = {
     side: (side, f"{side[:-1]}_shapes", f"{side[:-1]}_types") for side in ("inputs", "outputs")
 }
-# What a number says when there is nothing to say; those are null in the columns.
+# Numbers that mean "absent"; they are null in the columns.
 _ABSENT_VALUES = {
     "forward_parent": 0,
     "record_function_id": 0,
@@ -121,11 +123,11 @@ _FLAT = msgspec.json.Decoder(list[FlatNode])
 
 
 def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
-    """Nodes separated by commas: (frame, how many hold values of unexpected types, how many are no
-    nodes at all).
+    """Decodes nodes separated by commas: (frame, nodes with values of unexpected types, entries
+    that are not nodes).
 
     Raises:
-        msgspec.DecodeError, UnicodeDecodeError, RecursionError: It is malformed.
+        msgspec.DecodeError, UnicodeDecodeError, RecursionError: The text is malformed.
     """
     document = b"".join((b"[", text, b"]"))
     try:
@@ -141,8 +143,7 @@ def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
             for key in LISTS:
                 columns[key] = _decode_texts(getattr(node, key) for node in nodes)
             return _build_frame(columns), 0, 0
-        # Groups of nodes whose attributes have the same names in the same order, of which a file
-        # has few.
+        # Groups of nodes whose attributes have the same names in the same order; a file has few.
         groups: dict[tuple[str, ...], list[NestedNode]] = {}
         for nested_node in _NESTED.decode(document):
             names = tuple([attribute.name for attribute in nested_node.attrs])
@@ -154,7 +155,7 @@ def decode(text: bytes, *, nested: bool) -> tuple[pl.DataFrame, int, int]:
 
 
 class _SchemaMismatch(Exception):  # noqa: N818  (never seen outside)
-    """A value does not fit its column; the careful way finds out which."""
+    """A value does not fit its column; `decode_any_schema` determines which."""
 
 
 def _build_nested_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.DataFrame:
@@ -182,7 +183,7 @@ def _build_nested_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.D
         if any(strides):
             extra_attributes[f"{side[:-1]}_strides"] = [text or b"null" for text in strides]
     if extra_attributes:
-        # One JSON object per row from columns of JSON text.
+        # Build one JSON object per row from columns of JSON text.
         keys = [_encode(name) for name in extra_attributes]
         pattern = b"{" + b",".join(key.replace(b"%", b"%%") + b":%b" for key in keys) + b"}"
         columns["attributes"] = _decode_texts(
@@ -192,7 +193,7 @@ def _build_nested_frame(names: tuple[str, ...], nodes: list[NestedNode]) -> pl.D
 
 
 def _decode_texts(raws: Iterable[msgspec.Raw | bytes]) -> pl.Series:
-    """JSON text of each; null where the file has none."""
+    """Returns the JSON text of each value; null where the file has none."""
     texts = [bytes(raw) or None for raw in raws]
     try:
         return pl.Series(texts, dtype=pl.Binary).cast(pl.String)
@@ -217,12 +218,12 @@ def _build_frame(columns: dict[str, Any]) -> pl.DataFrame:
     return pl.DataFrame(series)
 
 
-# -- the careful way ------------------------------------------------------------------------------------------------
+# -- decoding of any schema ----------------------------------------------------------------------
 
 
 def decode_any_schema(nodes: list[Any]) -> tuple[pl.DataFrame, int, int]:
-    """Decoded nodes of any make: (frame, how many hold values of unexpected types, how many are no
-    nodes at all).
+    """Decodes nodes of any schema: (frame, nodes with values of unexpected types, entries that are
+    not nodes).
     """
     rows, unexpected, lost = [], 0, 0
     for node in nodes:
@@ -237,15 +238,15 @@ def decode_any_schema(nodes: list[Any]) -> tuple[pl.DataFrame, int, int]:
 
 
 def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
-    """The columns of one node; None without an id.
+    """Returns the columns of one node; None without an id.
 
-    `odd` says that a value was of no expected type.
+    `odd` means that a value was of an unexpected type.
     """
     node_id = parse_integer(node.get("id"))
     if node_id == NULL:
         return None
     values = dict(node)
-    # Attributes and the parts of inputs and outputs move up to the other keys.
+    # Move attributes and the parts of inputs and outputs up to the other keys.
     unexpected = False
     sides = {side: values.pop(side, None) for side in _SIDES}
     for side, content in sides.items():
@@ -292,9 +293,7 @@ def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
 
 def _clean_name(value: Any) -> str:
     text = value if isinstance(value, str) else "" if value is None else str(value)
-    return text.encode(
-        "utf-8", "replace"
-    ).decode()  # half of a surrogate pair cannot stand in UTF-8
+    return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode half of a surrogate pair
 
 
 def _encode_text(value: Any) -> str:
@@ -305,9 +304,9 @@ def _encode_text(value: Any) -> str:
 
 
 def merge_frames(frames: list[pl.DataFrame]) -> pl.DataFrame:
-    """Frames of stretches as one, ascending by id.
+    """Joins the frames of stretches, ascending by id.
 
-    Numbers and texts that say nothing become null; a root is nobody's child.
+    Numbers and texts that mean "absent" become null; a root has no parent.
     """
     merged = pl.concat(list(chain([pl.DataFrame(schema=HOST_OPS)], frames)))
     return merged.sort("id", maintain_order=True).with_columns(
@@ -333,13 +332,13 @@ _ENTRY = re.compile(
     rb'"((?:[^"\\\n]|\\.){1,64})"\s*:\s*("(?:[^"\\]|\\.)*"|-?\d[\d.eE+-]*|true|false|null)'
 )
 _ENVELOPE = frozenset({"schema", "pid", "time", "start_ts", "finish_ts"})  # no node has such a key
-_MAX_END_CANDIDATES = 64  # brackets looked at for the one that closes the list
+_MAX_END_CANDIDATES = 64  # max brackets tried when looking for the one that closes the list
 
-# Between two nodes. An attribute begins with its name too, but a type or a value follows there.
+# Between two nodes. An attribute begins with its name too, but is followed by a type or a value.
 _STARTS = (
     rb'"(?:id|ctrl_deps|data_deps|inputs|rf_id|parent|outputs|attrs|schema)"\s*:'
     rb'|"name"\s*:\s*"(?:[^"\\]|\\.)*"\s*,\s*"(?!type"|value"|doc_string")[a-z_]+"'
-    rb'|"name"\s*:\s*"[^{}]{0,400}?"\s*,\s*"(?:id|rf_id|parent|ctrl_deps)"\s*:\s*-?\d'  # with quotes not escaped
+    rb'|"name"\s*:\s*"[^{}]{0,400}?"\s*,\s*"(?:id|rf_id|parent|ctrl_deps)"\s*:\s*-?\d'  # without escaped quotes
 )
 BETWEEN = re.compile(rb"\}\s*,\s*(?=\{\s*(?:" + _STARTS + rb"))")
 # At the end of a cut text the key may be cut.
@@ -361,11 +360,11 @@ _NON_FINITE = re.compile(
 
 
 class _NodeRecovery(EntryRecovery):
-    """Nodes as frames.
+    """Recovers nodes as frames.
 
     Attributes:
-        nested: The layout to expect.
-        frames: What was kept.
+        nested: The expected layout.
+        frames: The recovered nodes.
     """
 
     nested: bool
@@ -374,7 +373,7 @@ class _NodeRecovery(EntryRecovery):
         super().__init__(*args, **kwargs)
         self.frames: list[pl.DataFrame] = []
 
-    def take(self, start: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of Recovery)
+    def take(self, start: int, end: int, spans: list[Span]) -> None:  # noqa: ARG002  (as of EntryRecovery)
         frame, unexpected, lost = decode(self.text[start:end], nested=self.nested)
         for slug, count in (("odd-values", unexpected), ("lost-events", lost)):
             if count:
@@ -382,8 +381,8 @@ class _NodeRecovery(EntryRecovery):
         self.frames.append(frame)
 
     def mend(self, start: int, end: int) -> int:
-        # Bare inf and nan become strings, as newer observers write them; what stands in strings is
-        # left alone.
+        # Bare inf and nan become strings, as newer observers write them; strings are left
+        # unchanged.
         parts = _STRING.split(self.text[start:end].decode("utf-8", "replace"))
         repaired = "".join(
             part if part.startswith('"') else _NON_FINITE.sub(r'\1"\2"', part) for part in parts
@@ -397,7 +396,7 @@ class _NodeRecovery(EntryRecovery):
 
 
 class HostTraceScanner(TextBuffer):
-    """One pass over the text of a host trace.
+    """Scans the text of a host trace in one pass.
 
     Attributes:
         envelope: Top-level entries other than `nodes`, complete after the pass.
@@ -411,10 +410,10 @@ class HostTraceScanner(TextBuffer):
         self._nested = True
 
     def frames(self) -> Iterator[pl.DataFrame]:
-        """All nodes, a slice at a time.
+        """Yields all nodes, a slice at a time.
 
         Raises:
-            InputError: The file is something else.
+            InputError: It is another kind of file.
         """
         self.open()
         target_size = SLICE
@@ -440,7 +439,7 @@ class HostTraceScanner(TextBuffer):
                 tail = self._text
                 break
             self._skip_blank()
-        else:  # the last stretch: nodes, the end of the list, and what stands behind it
+        else:  # the last stretch: nodes, the end of the list, and what follows it
             self._skip_blank()
             end = self._end_of_list()
             if end is None:
@@ -461,10 +460,10 @@ class HostTraceScanner(TextBuffer):
         self._keep(tail.strip().rstrip(b"\0").removesuffix(b"}"))
 
     def open(self) -> None:
-        """Read what stands before the nodes.
+        """Reads what precedes the nodes.
 
         Raises:
-            InputError: The file is something else.
+            InputError: It is another kind of file.
         """
         self._fill(1 << 14)
         unknown = None
@@ -510,18 +509,20 @@ class HostTraceScanner(TextBuffer):
         self._skip_blank()
         self._nested = b'"ctrl_deps"' in self._text[:SLICE] or b'"attrs"' in self._text[:SLICE]
 
-    # -- text ---------------------------------------------------------------------------------------------------
+    # -- text --------------------------------------------------------------------------------------
 
     def _fill(self, count: int) -> bool:
-        """As in `TextWindow`; False also where the text has ended: what is at hand is all there is."""
+        """As in `TextBuffer`, but returns False also where the text has ended: the buffer then
+        holds the rest.
+        """
         return super()._fill(count) and not self._ended
 
-    # -- nodes --------------------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
 
     def _decoded(
         self, text: bytes, *, last: bool, bounded: bool = False
     ) -> tuple[list[pl.DataFrame], int, bool]:
-        """Decode a stretch: (frames, bytes used up, whether the list ended in it)."""
+        """Decodes a stretch: (frames, bytes consumed, whether the list ended in it)."""
         if not text.strip():
             return [], len(text), last
         try:
@@ -539,7 +540,9 @@ class HostTraceScanner(TextBuffer):
         return [frame], len(text), last
 
     def _end_of_list(self) -> int | None:
-        """Where the bracket stands that closes the nodes; None where the file is cut before it."""
+        """Returns the position of the bracket that closes the nodes; None where the file is cut
+        before it.
+        """
         bracket, fallback = len(self._text), None
         for _ in range(_MAX_END_CANDIDATES):
             bracket = self._text.rfind(b"]", 0, bracket)
@@ -553,7 +556,7 @@ class HostTraceScanner(TextBuffer):
             try:
                 decode(self._text[:bracket].strip(b" \t\r\n,"), nested=self._nested)
             except PARSE_ERRORS:
-                # A cut behind the last list of a node looks like the end of the nodes.
+                # A cut after the last list of a node looks like the end of the nodes.
                 fallback = (
                     bracket if fallback is None and "finish_ts" in self.envelope else fallback
                 )
@@ -561,10 +564,10 @@ class HostTraceScanner(TextBuffer):
                 return bracket
         return fallback
 
-    # -- around them --------------------------------------------------------------------------------------------
+    # -- around them -------------------------------------------------------------------------------
 
     def _keep(self, text: bytes) -> None:
-        """Store the entries other than nodes; where they are malformed, those that can be read."""
+        """Stores the entries other than nodes; where they are malformed, those that can be read."""
         text = text.strip(b" \t\r\n,")
         if not text:
             return
@@ -603,18 +606,19 @@ _SCANNER = json.JSONDecoder(strict=False)
 def read_host_trace(
     path: str | Path, *, capture: dict[str, Any] | None = None, step: ProgressCallback | None = None
 ) -> HostTrace:
-    """Read one host trace; gzip or not, whole or damaged, schema 1.0.1 to 1.1.1 and older.
+    """Reads one host trace: plain or gzip, whole or damaged, schema 1.0.1 to 1.1.1 and older.
 
     Args:
         path: The file; `-` is standard input.
         capture: This rank's part of capture.json, where there is one.
-        step: Called now and then with (bytes read from the file, bytes of text).
+        step: Called repeatedly with (bytes read from the file, bytes of text).
 
     Returns:
-        The host trace; what was repaired or lost stands in its notices.
+        The host trace; its notices list what was repaired or lost.
 
     Raises:
-        InputError: `unreadable`, `swapped-traces` (it is a Kineto trace), `not-a-host-trace`, `empty-host-trace`.
+        InputError: `unreadable`, `swapped-traces` (it is a Kineto trace), `not-a-host-trace`,
+            `empty-host-trace`.
     """
     damage = DamageLog(entry="node", list_key="nodes")
     with open_input(path) as stream:
@@ -653,7 +657,7 @@ def read_host_trace(
 
 
 class HostTraceHead(Struct, frozen=True):
-    """What the first part of a host trace says.
+    """Identification of a host trace, from its first part.
 
     Attributes:
         source: The file.
@@ -667,7 +671,7 @@ class HostTraceHead(Struct, frozen=True):
 
 
 def peek_either(source: InputFile) -> FileHead | HostTraceHead:
-    """Look into the first part of a file that may be a host trace or a device trace.
+    """Reads the first part of a file that may be a host trace or a device trace.
 
     Raises:
         InputError: It is neither a host trace nor a Kineto trace, or cannot be read.
@@ -679,17 +683,17 @@ def peek_either(source: InputFile) -> FileHead | HostTraceHead:
         text = HostTraceScanner(read_first_pieces(stream, damage), damage, str(source.path))
         try:
             text.open()
-        except InputError:  # what it is instead is said by the reader of device traces
+        except InputError:  # the reader of device traces reports what it is instead
             return detect_source(source.path).peek(source)
     rank, _, _ = find_rank({}, None, str(source.path), source.entry)
     return HostTraceHead(source, rank, parse_whole_number(text.envelope.get("pid")))
 
 
 def find_groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice]]:
-    """The groups of all `## process_group:init ##` nodes, the later ones completing the earlier;
-    and what is wrong.
+    """Returns the groups of all `## process_group:init ##` nodes, where later ones complete earlier
+    ones, and notices.
 
-    An empty list of ranks means all ranks of the job, whose number is then the size of the group.
+    An empty list of ranks means all ranks of the job; their number is then the size of the group.
     """
     rows: dict[str, dict[str, Any]] = {}
     cut = 0
@@ -730,7 +734,7 @@ def find_groups(ops: pl.DataFrame, path: str) -> tuple[pl.DataFrame, list[Notice
 
 
 def _parse_group_list(inputs: str | None) -> tuple[list[Any], bool]:
-    """The groups of one node, and whether the list could be read to its end."""
+    """Returns the groups of one node, and whether the list could be read to its end."""
     try:
         text = json.loads(inputs or "")[0]
     except (ValueError, LookupError, TypeError, RecursionError):

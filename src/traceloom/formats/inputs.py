@@ -1,4 +1,4 @@
-"""What the user gave -> files, their format, which of them are one run."""
+"""Finds the files of the given inputs, detects their formats, and groups them into runs."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ Step = Callable[[int, int], None]
 
 
 class Source(Protocol):
-    """A format.
+    """A trace format.
 
     Attributes:
-        endings: Names of such files in a directory end so, in lower case.
+        endings: Lower-case endings of such files in a directory.
     """
 
     endings: tuple[str, ...]
@@ -52,10 +52,10 @@ class Source(Protocol):
         """Whether a file with this beginning (4096 bytes or less, unpacked) is of the format."""
 
     def peek(self, file: InputFile) -> FileHead:
-        """What the first part of a file tells about the run it belongs to.
+        """Reads from the first part of a file which run it belongs to.
 
         Raises:
-            InputError: It is no such file.
+            InputError: It is not of this format.
         """
 
     def read(
@@ -66,16 +66,16 @@ class Source(Protocol):
         step: Step | None,
         processes: int | None,
     ) -> Trace:
-        """The trace; arguments and errors as of `traceloom.formats.read_kineto`."""
+        """Returns the trace; arguments and errors as for `traceloom.formats.read_kineto`."""
 
 
 class KinetoSource:
-    """Kineto traces; of a file that is none, their reader says what it is instead."""
+    """Kineto traces; for any other file their reader reports what it is instead."""
 
     endings: tuple[str, ...] = (".json", ".json.gz")
 
     def matches(self, head: bytes) -> bool:  # noqa: ARG002
-        """Always: the last of all formats."""
+        """Always true: the last of all formats."""
         return True
 
     def peek(self, file: InputFile) -> FileHead:
@@ -97,7 +97,7 @@ class KinetoSource:
 
 
 def identify_job(entry: dict[str, Any]) -> str | int:
-    """What the parts of a capture that are of one job have in common, and no other part has.
+    """Returns a value that is common to the parts of a capture of one job, and unique to them.
 
     A process on its own is a job of its own.
     """
@@ -113,14 +113,14 @@ _JOB = re.compile(
 
 
 class FileHead(Struct, frozen=True):
-    """What the first part of a file tells.
+    """Identification of a trace, from its first part.
 
     Attributes:
         source: The file.
         rank: From capture.json, `distributedInfo` or the file name.
         world_size: From the same.
         job: Job ids.
-        part: Of a capture: what its parts of one job have in common.
+        part: For a capture, the value of `identify_job`.
         host: Host name.
         process: Process id of the first event.
         start_ns: Earliest time of the first slice; None where the clock is not Unix time.
@@ -139,10 +139,10 @@ class FileHead(Struct, frozen=True):
 
 
 def read_head(source: InputFile) -> FileHead:
-    """Read the metadata and the first slice of a file.
+    """Reads the metadata and the first slice of a file.
 
     Raises:
-        InputError: It is no trace.
+        InputError: It is not a trace.
     """
     damage = DamageLog()
     with text_stream_open_input(source.path) as stream:
@@ -187,7 +187,7 @@ SOURCES: list[Source] = [KinetoSource()]  # the first that matches reads a file
 
 
 def detect_source(path: str | Path) -> Source:
-    """The format of a file; the last one for standard input, pipes and what cannot be read."""
+    """Returns the format of a file; the last one for standard input, pipes and unreadable files."""
     head = read_first_bytes(Path(path)) if Path(path).is_file() else None
     return (
         SOURCES[-1] if head is None else next(source for source in SOURCES if source.matches(head))
@@ -195,7 +195,7 @@ def detect_source(path: str | Path) -> Source:
 
 
 def read_first_bytes(path: Path) -> bytes | None:
-    """The beginning of a file, unpacked; None where it cannot be read."""
+    """Returns the beginning of a file, unpacked; None where it cannot be read."""
     try:
         with open_input(path) as file:
             head = file.read(_HEAD_BYTES)
@@ -210,7 +210,7 @@ def read_first_bytes(path: Path) -> bytes | None:
 
 _MAX_DEPTH = 4  # levels below a directory
 _CAPTURE = "capture.json"
-# What the host agent records beside a trace; none is one.
+# Files that the host agent records beside a trace; none of them is a trace.
 _SIDECAR_ENDINGS = (
     ".allocations.json.gz",
     ".launches.json.gz",
@@ -228,7 +228,7 @@ class InputFile(Struct, frozen=True):
 
     Attributes:
         path: The file; `-` is standard input.
-        given: It was named by the user, not found in a directory.
+        given: The user named it; otherwise it was found in a directory.
         capture: The directory of the capture it belongs to.
         entry: This rank's part of capture.json.
     """
@@ -240,7 +240,9 @@ class InputFile(Struct, frozen=True):
 
 
 class InputSet(Struct):
-    """The inputs and the documents of captures, by directory, with what was left out of each."""
+    """The inputs, and the capture documents by directory, with notices of what was removed from
+    each.
+    """
 
     inputs: list[InputFile] = field(default_factory=list)
     captures: dict[Path, dict[str, Any]] = field(default_factory=dict)
@@ -248,10 +250,10 @@ class InputSet(Struct):
 
 
 def list_files(paths: Sequence[str]) -> list[Path]:
-    """Every file that the paths stand for; of a capture every file in it.
+    """Returns every file that the paths stand for; for a capture, all of its files.
 
     Raises:
-        InputError: As `find` does.
+        InputError: As for `find`.
     """
     discovered = find(tuple(paths))
     files = [source.path for source in discovered.inputs]
@@ -261,10 +263,11 @@ def list_files(paths: Sequence[str]) -> list[Path]:
 
 
 def find(paths: tuple[str, ...]) -> InputSet:
-    """Every file that the paths stand for.
+    """Returns every file that the paths stand for.
 
     Raises:
-        InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without any candidate.
+        InputError: `unreadable` for a path that does not exist; `no-traces` for a directory without
+            any candidate.
     """
     discovered = InputSet()
     known_paths: set[Path] = set()
@@ -301,8 +304,8 @@ def find(paths: tuple[str, ...]) -> InputSet:
 def _find_window_input(
     path: Path, discovered: InputSet, captures: dict[Path, _Capture | None]
 ) -> InputFile | None:
-    """The input for a window in its capture, with its part of capture.json; None for any other
-    file.
+    """Returns the input for a window in its capture, with its part of capture.json; None for any
+    other file.
     """
     if not _CAPTURE_FILE_NAME.match(path.name):
         return None
@@ -334,7 +337,9 @@ def _add(discovered: InputSet, known_paths: set[Path], candidate: InputFile) -> 
 def _add_directory(
     directory: Path, discovered: InputSet, known_paths: set[Path], depth: int
 ) -> bool:
-    """Add the files of a directory; whether there is any, added before or not."""
+    """Adds the files of a directory; returns whether there are any, including those
+    added before.
+    """
     candidates = False
     capture = read_capture(directory)
     if capture is not None:
@@ -368,15 +373,15 @@ def _add_directory(
 
 
 def read_capture(directory: Path) -> _Capture | None:
-    """capture.json of a directory, or the parts that its ranks wrote where the run did not end
-    well.
+    """Reads capture.json of a directory, or the parts that its ranks wrote where the run did not
+    finish.
 
     Returns:
-        The document, in which values are of the types that they should be, and what was left out;
-        None without either.
+        The document without values of a wrong type, and notices of what was removed; None if there
+        is neither.
 
     Raises:
-        InputError: `other-version`; `damaged-capture`: the file is there but is not what it should be.
+        InputError: `other-version`; `damaged-capture`: the file exists but is invalid.
     """
     capture_path = directory / _CAPTURE
     if capture_path.is_file():
@@ -401,9 +406,8 @@ def read_capture(directory: Path) -> _Capture | None:
             {**valid_parts[0][0], "ranks": ranks},
             [notice for _, notices in valid_parts for notice in notices],
         )
-    for path in (
-        directory.iterdir()
-    ):  # all that belongs to the capture is an input, whatever of it is read today
+    # Everything that belongs to the capture is an input, even if it is not read.
+    for path in directory.iterdir():
         if _CAPTURE_FILE_NAME.match(path.name):
             remember_input(path)
     return decoded
@@ -417,7 +421,7 @@ def _read_document(path: Path) -> _Capture | None:
 
 
 def filter_by_job(document: dict[str, Any], jobs: set[str | int]) -> dict[str, Any]:
-    """The document of a capture with the parts of these jobs only."""
+    """Returns the document of a capture with only the parts of these jobs."""
     return {
         **document,
         "ranks": [entry for entry in document.get("ranks", []) if identify_job(entry) in jobs],
@@ -425,7 +429,9 @@ def filter_by_job(document: dict[str, Any], jobs: set[str | int]) -> dict[str, A
 
 
 def list_windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """File name and part of capture.json of every timed window; graph steps are none."""
+    """Yields file name and part of capture.json of every timed window; graph steps are not
+    included.
+    """
     ranks = document.get("ranks")
     for entry in ranks if isinstance(ranks, list) else []:
         if not isinstance(entry, dict):
@@ -433,7 +439,7 @@ def list_windows(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]
         several = entry.get("windows")
         for window in several if isinstance(several, list) else [entry.get("window")]:
             name = window.get("file") if isinstance(window, dict) else None
-            # A name from a file of a stranger never leaves the directory.
+            # A name from an untrusted file must not leave the directory.
             if isinstance(name, str) and Path(name).name == name:
                 yield name, entry
 
@@ -443,8 +449,8 @@ _FAR_NS = 3600 * 10**9
 
 
 def is_same_run(left: FileHead, right: FileHead) -> bool:
-    """Whether two files are of one run: captures, job ids, world size, time, processes and names,
-    in this order.
+    """Whether two files are of one run: compares captures, job ids, world size, time, processes and
+    names, in this order.
     """
     if left.source.capture is not None or right.source.capture is not None:
         return left.source.capture == right.source.capture and left.part == right.part
@@ -476,7 +482,7 @@ def is_same_run(left: FileHead, right: FileHead) -> bool:
 
 
 def split_into_runs(peeks: list[FileHead]) -> list[list[FileHead]]:
-    """Files by run, in the order of their first file."""
+    """Groups files by run, in the order of their first file."""
     runs: list[list[FileHead]] = []
     for candidate in peeks:
         home = next(
@@ -495,12 +501,12 @@ def split_into_runs(peeks: list[FileHead]) -> list[list[FileHead]]:
 
 
 def choose_run_names(runs: list[list[FileHead]], requested: tuple[str, ...]) -> list[str]:
-    """A name for each run: what the user gave where there is one run, else what its files have in
+    """Returns a name for each run: the user's where there is one run, else what its files have in
     common.
     """
     if len(runs) == len(requested) == 1:
         return [requested[0]]
-    homes = [run[0].source.capture for run in runs]  # that of all its files
+    homes = [run[0].source.capture for run in runs]  # the same for all files of a run
     runs_in = Counter(homes)
     labels = []
     for run, home in zip(runs, homes, strict=True):

@@ -1,6 +1,6 @@
-"""One Kineto file to one Trace.
+"""Builds a Trace from one Kineto file.
 
-Its columns get order, lanes, nesting, joins, side frames and notices.
+Orders its columns and adds lanes, nesting, joins, side frames and notices.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def build_allocation_frame(
     on_host: tuple[pl.DataFrame, Array],
     steps: pl.DataFrame,
 ) -> pl.DataFrame:
-    """The `allocations` frame, by time; `op` is the innermost op on that thread then.
+    """Builds the `allocations` frame, by time; `op` is the innermost op on that thread at that
+    time.
 
     Args:
         columns: The raw columns of `[memory]` events.
@@ -120,7 +121,8 @@ def build_allocation_frame(
     order = np.argsort(columns["start"], kind="stable")
     ordered = {name: values[order] for name, values in columns.items()}
     time, pair_number = ordered["start"] + base_ns, ordered["place"]
-    # The innermost event that is open at each time on each (pid, tid) pair, then the op around it.
+    # Find the innermost event that is open at each time on each (pid, tid) pair, then the op around
+    # it.
     events, event_pair = on_host
     column = partial(extract_column, events, large=isinstance(event_pair, MappedArray))
     category, start, end = column("category"), column("start_ns"), column("nested_end_ns")
@@ -177,7 +179,7 @@ def build_allocation_frame(
 
 
 def count_unknown_devices(columns: dict[str, Array]) -> int:
-    """How many allocations are of a type of device that has no name here."""
+    """Returns the number of allocations on devices of an unknown type."""
     kind = columns["device_type"]
     return int(((kind < 0) | (kind >= len(DEVICE_TYPES))).sum())
 
@@ -185,7 +187,7 @@ def count_unknown_devices(columns: dict[str, Array]) -> int:
 def build_mark_frame(
     columns: dict[str, Array], base_ns: int, thread_index: ThreadIndex, texts: NumberedTexts
 ) -> pl.DataFrame:
-    """The `marks` frame: instants other than allocations."""
+    """Builds the `marks` frame: instants other than allocations."""
     has_time = columns["start"] != NULL if len(columns["start"]) else np.zeros(0, dtype=np.bool_)
     if not has_time.any():
         return pl.DataFrame(schema=SCHEMAS["marks"])
@@ -224,14 +226,14 @@ def build_counter_frame(
 
 
 def _format_ids(thread_index: ThreadIndex, which: int) -> NumberedTexts:
-    """The processes (0) or threads (1) of all places, as texts."""
+    """Returns the process ids (0) or thread ids (1) of all places, as texts."""
     return NumberedTexts([str(pair[which]) for pair in thread_index.pairs])
 
 
 def build_copy_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame
 ) -> pl.DataFrame:
-    """The `copies` frame: copies and fills in time order."""
+    """Builds the `copies` frame: copies and fills in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["copies"])
     frame = pl.DataFrame(
@@ -280,7 +282,9 @@ def build_copy_frame(
 
 
 def build_kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
-    """The `kernels` frame: how each kernel fills the device, in time order."""
+    """Builds the `kernels` frame: launch configuration and occupancy of each kernel, in
+    time order.
+    """
     order = np.argsort(columns["event"], kind="stable")
     figures = {
         name: to_series(columns[name][order], pl.Float64).fill_nan(None)
@@ -293,7 +297,7 @@ def build_kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
 
 
 def build_tensor_frame(columns: dict[str, Array], texts: NumberedTexts) -> pl.DataFrame:
-    """The `tensors` frame: inputs of ops, as lists of JSON text."""
+    """Builds the `tensors` frame: inputs of ops, as lists in JSON text."""
     order = np.argsort(columns["event"], kind="stable")
     lists = {
         name: texts.column(values[order]) for name, values in columns.items() if name != "event"
@@ -304,7 +308,7 @@ def build_tensor_frame(columns: dict[str, Array], texts: NumberedTexts) -> pl.Da
 
 
 def build_python_frame(columns: dict[str, Array]) -> pl.DataFrame:
-    """The `python` frame: ids of Python frames and modules."""
+    """Builds the `python` frame: ids of Python frames and modules."""
     order = np.argsort(columns["event"], kind="stable")
     values = {
         name: to_nullable_series(column[order])
@@ -319,7 +323,7 @@ def build_python_frame(columns: dict[str, Array]) -> pl.DataFrame:
 def build_sync_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame
 ) -> pl.DataFrame:
-    """The `syncs` frame: what was waited for (or recorded), in time order."""
+    """Builds the `syncs` frame: what was waited for (or recorded), in time order."""
     if not len(columns["event"]):
         return pl.DataFrame(schema=SCHEMAS["syncs"])
     frame = pl.DataFrame(
@@ -336,7 +340,7 @@ def build_sync_frame(
         "event",
         pl.col("kind").fill_null(event_details["name"]),
         event_details["stream"],
-        # 2^32 - 1 is CUPTI's way to say "none"; -1 is Cuspy's.
+        # 2^32 - 1 means "none" in CUPTI; -1 does in Cuspy.
         *(
             pl.when((pl.col(name) >= 0) & (pl.col(name) != 2**32 - 1))
             .then(pl.col(name))
@@ -384,23 +388,23 @@ def read_kineto(
     step: Callable[[int, int], None] | None = None,
     processes: int | None = None,
 ) -> Trace:
-    """Read one Kineto trace; gzip or not, whole or damaged.
+    """Reads one Kineto trace: plain or gzip, whole or damaged.
 
     Args:
         path: The file; `-` is standard input.
         capture: This rank's part of capture.json, where there is one.
-        step: Called now and then with (bytes read from the file, bytes of text).
-        processes: How many may decode it at once; all cores if None, where it is worth that.
+        step: Called repeatedly with (bytes read from the file, bytes of text).
+        processes: Max number of processes that decode it; all cores if None, where worthwhile.
 
     Returns:
-        The trace; what was repaired or lost is in its notices.
+        The trace; its notices list what was repaired or lost.
 
     Raises:
-        InputError: The file cannot be read or is no Kineto trace at all.
+        InputError: The file cannot be read or is not a Kineto trace.
     """
     helping = ahead.take_helpers(path)
     if helping is None and processes != 1 and Path(path).is_file():
-        with contextlib.suppress(OSError):  # `decode` says why it cannot be read
+        with contextlib.suppress(OSError):  # `decode` reports why it cannot be read
             helping = start_helpers(Path(path), processes)
     decoded = decode(path, step) if helping is None else decode_with(helping, path, step)
     try:
@@ -410,7 +414,7 @@ def read_kineto(
 
 
 class _FileEvents:
-    """The events of a file in time order; columns of the file are given up as they are used.
+    """The events of a file in time order; columns of the file are released as they are used.
 
     Attributes:
         rows: `column[rows]` is in time order.
@@ -435,7 +439,7 @@ class _FileEvents:
         self.name = columns.take("spans", "name", np.int32)[self.rows]
         self.category = columns.take("spans", "category", np.uint8)[self.rows]
         names = self.texts.names
-        # In files of 2021 annotations are called operators too.
+        # In files of 2021, annotations have the category of operators too.
         annotations = [
             number
             for number, text in enumerate(names)
@@ -444,8 +448,7 @@ class _FileEvents:
         if annotations:
             self.category[np.isin(self.name, annotations) & (self.category == _OP)] = _ANNOTATION
         self.place = columns.take("spans", "place", np.int32)[self.rows]
-        # Python frames of threads that the recorder itself runs are no host work: stacks show them,
-        # too.
+        # Python frames of the recorder's own threads are not host work; they appear in stacks too.
         recorder_names = [
             number for number, text in enumerate(names) if _RECORDER_THREAD.search(text)
         ]
@@ -462,20 +465,22 @@ class _FileEvents:
             self.external[gather_rows(_IS_WORK, self.category)] = NULL
 
     def events_of(self, table: str) -> Ints:
-        """The event of each row of a side table."""
+        """Returns the event of each row of a side table."""
         if table not in self._events_of:
             self._events_of[table] = self.event[self.columns.take(table, "row", np.uint32)]
         return self._events_of[table]
 
     def spread(self, name: str, *tables: str) -> Ints:
-        """A column of side tables as one value per event, NULL elsewhere."""
+        """Returns a column of side tables as one value per event, NULL elsewhere."""
         out = np.full(len(self.start), NULL, dtype=np.int64, like=self.start)
         for table in tables:
             out[self.events_of(table)] = self.columns.take(table, name, np.int64)
         return out
 
     def side(self, table: str) -> dict[str, Array]:
-        """All columns of a side table, empty ones too; `event` where its rows are about events."""
+        """Returns all columns of a side table, including empty ones; `event` where its rows belong
+        to events.
+        """
         columns = {
             name: self.columns.take(table, name, dtype)
             for name, dtype in _SIDE_TABLES[table].items()
@@ -484,10 +489,10 @@ class _FileEvents:
 
 
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
-    """The trace of a decoded file; `capture` is this rank's part of capture.json."""
+    """Builds the trace of a decoded file; `capture` is this rank's part of capture.json."""
     columns, file_notices = decoded.columns, decoded.damage.notices()
     file_events = _FileEvents(columns, md.compute_time_offset_ns(decoded.metadata, capture))
-    # Of device-side events: the arguments, else pid and tid; NULL on the host.
+    # For device-side events from the arguments, else from pid and tid; NULL on the host.
     device, stream = file_events.spread("device", "device"), file_events.spread("stream", "device")
     on_device = gather_rows(_ON_DEVICE, file_events.category)
     for values, which in ((device, 0), (stream, 1)):
@@ -521,7 +526,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     steps, step_notices = find_steps(events, lane_table, file_events.texts.names, capture, path)
     events = _link_events(file_events, events, nesting, steps)
     del device, stream, lanes, on_device, values, missing
-    # Frames that not everybody asks for are deferred; each keeps only what it is made of.
+    # Frames that many callers do not need are deferred; each retains only its own inputs.
     texts, thread_index, base_ns = file_events.texts, file_events.places, file_events.base_ns
     tensors = DeferredFrame(build_tensor_frame, file_events.side("tensors"), texts)
     described = file_events.side("collectives")
@@ -574,7 +579,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
 def _build_events(
     file_events: _FileEvents, device: Ints, stream: Ints, lane: Ints, nesting: Nesting
 ) -> pl.DataFrame:
-    """The `events` frame without what joins add."""
+    """Builds the `events` frame without the columns that joins add."""
     on_device = gather_rows(_ON_DEVICE, file_events.category)
     process, thread = (
         np.where(
@@ -618,7 +623,7 @@ def _build_events(
 def _link_events(
     file_events: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame
 ) -> pl.DataFrame:
-    """The `events` frame with `op`, `launch` and `step`."""
+    """Returns the `events` frame with `op`, `launch` and `step`."""
     is_launch, is_work = (
         gather_rows(_IS_LAUNCH, file_events.category),
         gather_rows(_IS_WORK, file_events.category),
@@ -649,7 +654,9 @@ def _build_meta(
     capture: dict[str, Any] | None,
     ranks: Ints,
 ) -> tuple[Meta, list[Notice]]:
-    """The facts of the whole trace; `ranks` are those in the arguments of collectives."""
+    """Collects the facts about the whole trace; `ranks` are those in the arguments of
+    collectives.
+    """
     metadata, entry = decoded.metadata, capture or {}
     collective_ranks = sort_unique(ranks[(ranks != NULL) & (ranks >= 0)])
     rank, evidence, notices = md.find_rank(
@@ -658,7 +665,7 @@ def _build_meta(
     info = md.get_distributed_info(metadata)
     host = metadata.get("host_name")
     latest = int(file_events.start[-1]) if len(file_events.start) else 0
-    # The process with most events on the host; 0 and below are no processes.
+    # Choose the process with most events on the host; ids of 0 and below are not processes.
     on_host = file_events.place[~gather_rows(_ON_DEVICE, file_events.category)]
     counts: dict[int, int] = {}
     events = np.bincount(on_host, minlength=len(file_events.places.pairs)).tolist()
@@ -671,8 +678,8 @@ def _build_meta(
         rank_evidence=evidence,
         world_size=md.parse_whole_number(entry.get("world_size"))
         or md.parse_whole_number(info.get("world_size")),
-        # A capture of several hosts calls them as the fleet does; containers may all have one name
-        # of their own.
+        # A capture of several hosts uses the host names of the fleet; all containers may report the
+        # same name of their own.
         host=entry.get("host") or (host if isinstance(host, str) and host else None),
         process=max(counts, key=lambda process: counts[process], default=None),
         backend=info.get("backend") if isinstance(info.get("backend"), str) else None,
@@ -697,8 +704,8 @@ def _build_meta(
 def _collect_notices(
     events: pl.DataFrame, nesting: Nesting, unknown_categories: dict[str, int], unknown_devices: int
 ) -> list[Notice]:
-    """Notices about what is no damage of the text: spans that cross, orphans, absurd durations,
-    unknown categories.
+    """Returns notices about problems other than damaged text: crossing spans, orphans, absurd
+    durations, unknown categories.
     """
     out: list[Notice] = []
 

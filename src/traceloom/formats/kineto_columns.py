@@ -1,4 +1,4 @@
-"""Decoded entries to columns."""
+"""Collects decoded Kineto entries in columns."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ _SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
 _KERNEL_CODE = _CODE[cat.KERNEL]
 _COMMAND_CODE = _CODE[cat.COMMAND]
 
-_MAX_PENDING_ARRAYS = 64  # arrays of slices made one
-_MAX_LISTS = 20_000  # combinations of lists that are remembered
+_MAX_PENDING_ARRAYS = 64  # pending arrays of slices before they are merged
+_MAX_LISTS = 20_000  # max remembered combinations of lists
 
 COLLECTIVE_TEXTS = ("collective", "group", "element_type", "group_description")
 COLLECTIVE_RAWS = ("group_ranks", "in_splits", "out_splits", "asynchronous")
@@ -89,7 +89,7 @@ ALLOCATION = (
 
 
 class StringTable(dict[Any, int]):
-    """Numbers for things, in the order of their first appearance."""
+    """Numbers values in the order of their first appearance."""
 
     def __missing__(self, key: Any) -> int:
         number = self[key] = len(self)
@@ -97,11 +97,12 @@ class StringTable(dict[Any, int]):
 
 
 class _Lists(dict[bytes, int]):
-    """Numbers for combinations of four lists, joined by zero bytes, and the numbers of the four
-    texts of each.
+    """Numbers combinations of four lists, joined by zero bytes, and keeps the numbers of their four
+    texts.
 
     Attributes:
-        odd: Which combinations hold what is no list; it is absent. None where there is none.
+        odd: Which combinations contain a value that is not a list, which counts as absent; None if
+            there is no such combination.
     """
 
     def __init__(self, texts: StringTable) -> None:
@@ -123,12 +124,12 @@ class _Lists(dict[bytes, int]):
         return number
 
     def parts(self, numbers: Array) -> Array:
-        """The numbers of the four texts, -1 where absent; shape (4, numbers)."""
+        """Returns the numbers of the four texts, -1 where absent; shape (4, numbers)."""
         return self._parts[:, numbers]
 
 
 class _CategoryCodes(dict[str | None, int]):
-    """The closed category of a name in the file."""
+    """Maps category names in the file to known categories."""
 
     def __missing__(self, name: str | None) -> int:
         code = self[name] = _CODE[cat.FROM_KINETO.get((name or "").lower(), cat.OTHER)]
@@ -136,7 +137,7 @@ class _CategoryCodes(dict[str | None, int]):
 
 
 class ColumnTables(Struct, frozen=True):
-    """What the numbers in the columns of a file stand for, and what was counted; see `Columns`."""
+    """The meaning of the numbers in the columns of a file, and counts; see `Columns`."""
 
     texts: list[Any]
     places: list[tuple[Any, Any]]
@@ -153,8 +154,9 @@ class Columns:
     Attributes:
         texts: Numbers of all texts (names, lists of shapes): `texts[text] -> code`.
         places: Numbers of (pid, tid) pairs.
-        tables: Name of a table -> name of a column -> arrays in file order. `spans` has one row per complete event;
-            tables with a column `row` say which of its rows they are about.
+        tables: Name of a table -> name of a column -> arrays in file order. `spans` has one row per
+            complete event; in tables with a column `row`, it is the row in `spans` that they belong
+            to.
         thread_names: (pid, tid) -> name; process_names: pid -> name.
         entries: Entries of `traceEvents`, all phases.
     """
@@ -176,7 +178,7 @@ class Columns:
         self._categories = _CategoryCodes()
 
     def add(self, part: Slice) -> None:
-        """Take the entries of a slice."""
+        """Adds the entries of a slice."""
         entries = part.entries
         self.entries += len(entries)
         spans, offsets, lengths = (
@@ -235,8 +237,8 @@ class Columns:
                 )
 
     def take(self, table: str, name: str, dtype: Any) -> Array:
-        """One column of a table in file order, which is forgotten here; empty where no slice had a
-        row.
+        """Removes and returns one column of a table in file order; empty where no slice
+        had a row.
         """
         parts = self.tables.get(table, {}).pop(name, [])
         if self.spill is not None and (parts or self.spill.holds(table, name)):
@@ -246,7 +248,7 @@ class Columns:
         return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
     def legend(self) -> ColumnTables:
-        """All but the columns."""
+        """Returns everything except the columns."""
         return ColumnTables(
             list(self.texts),
             list(self.places),
@@ -258,8 +260,8 @@ class Columns:
         )
 
     def pieces(self) -> Iterator[tuple[str, str, Array]]:
-        """Table, column and values, a piece of a column at a time; what was given is forgotten
-        here.
+        """Yields table, column and values, one piece of a column at a time; yielded pieces are
+        removed.
         """
         for table, columns in self.tables.items():
             for name in list(columns):
@@ -268,8 +270,8 @@ class Columns:
                     yield table, name, values[row_slice].view(np.ndarray)
 
     def extend(self, state: ColumnTables, chunks: Iterable[tuple[str, str, Array]]) -> None:
-        """Take what another process decoded of the part of the text that follows: its `legend()`
-        and `pieces()`.
+        """Adds what another process decoded of the following part of the text: its `legend()` and
+        `pieces()`.
         """
         texts = np.array(
             [*map(self.texts.__getitem__, state.texts), -1], dtype=np.int32
@@ -294,12 +296,13 @@ class Columns:
         self.rows += state.rows
 
     def close(self) -> None:
-        """Remove what lies on disk."""
+        """Removes the temporary files on disk."""
         if self.spill is not None:
             self.spill.close()
             BLOCK_POOL.clear()
 
-    # -- inside -----------------------------------------------------------------------------------------------
+    # -- internals
+    # -----------------------------------------------------------------------------------------
 
     def _put(self, table: str, **columns: Array) -> None:
         table_columns = self.tables.setdefault(table, {})
@@ -310,8 +313,8 @@ class Columns:
                 self._merge(table, name, parts)
 
     def _merge(self, table: str, name: str, parts: list[Array]) -> None:
-        """Few large arrays instead of many small ones, since what lies between small ones is never
-        given back.
+        """Merges many small arrays into a large one, since memory between small ones is never
+        returned.
         """
         parts[-_MAX_PENDING_ARRAYS:] = [np.concatenate(parts[-_MAX_PENDING_ARRAYS:])]
         if self.spill is not None:
@@ -355,7 +358,7 @@ class Columns:
         code = pack_array("B", [categories[span.cat] for span in spans])
         if (
             code == _COMMAND_CODE
-        ).any():  # what a command processor runs is what its name says: work of the device
+        ).any():  # work of a command processor is device work, classified by its name
             code = code.copy()
             for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
                 code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
@@ -375,7 +378,7 @@ class Columns:
         args = [span.args or NO_ARGUMENTS for span in spans]
 
         def rare(rows: Array) -> list[Any]:
-            """The arguments of these rows, the rare ones included, which are decoded again."""
+            """Returns the arguments of these rows, including rare ones, which are decoded again."""
             arguments = []
             locations = zip(
                 rows.tolist(),
@@ -420,7 +423,7 @@ class Columns:
         return (rows + self.rows).astype(np.uint32)
 
     def _add_host_arguments(self, args: list[Any], code: Array) -> None:
-        """What ops, Python frames and calls of the runtime or driver say of themselves."""
+        """Adds the arguments of ops, Python frames and runtime or driver calls."""
         group = _GROUP_OF_CODE[code]
         rows = np.flatnonzero(group == _OPS)
         if rows.size:
@@ -485,7 +488,7 @@ class Columns:
     def _add_device_arguments(
         self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]
     ) -> None:
-        """What work of devices says of itself; `rare` gives all arguments of rows."""
+        """Adds the arguments of device work; `rare` returns all arguments of rows."""
         rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
         if not rows.size:
             return
@@ -498,7 +501,7 @@ class Columns:
             device=parse_integers([a.device for a in device_arguments]),
             stream=parse_integers([a.stream for a in device_arguments]),
         )
-        # How kernels fill the device, for those where the writer recorded it.
+        # Launch configuration of kernels, where the writer recorded it.
         rows = np.flatnonzero(code == _KERNEL_CODE)
         kernel_arguments = [args[row] for row in rows.tolist()]
         values = {name: list(map(attrgetter(name), kernel_arguments)) for name in OCCUPANCY_COLUMNS}
@@ -579,12 +582,12 @@ class Columns:
             )
 
     def _places_of(self, entries: list[Any]) -> Array:
-        # zip hands out one tuple again and again, which saves making one per entry.
+        # zip reuses one tuple, which saves allocating one per entry.
         pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
         return pack_array("i", list(map(self.places.__getitem__, pairs)))
 
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
-        """Counters have keys of any name, so their text is decoded again."""
+        """Counters have arbitrary keys, so their text is decoded again."""
         start, _, has_time, _ = self._times(entries, exact=part.exact)
         names, keys, values, times, thread_numbers = [], [], [], [], []
         for index, row in enumerate(rows):
@@ -617,7 +620,7 @@ class Columns:
 
 
 def _is_list(text: bytes) -> bool:
-    """Whether it is JSON of a list; some writers put lists in quotes."""
+    """Whether it is a JSON list; some writers put lists in quotes."""
     if not text.startswith(b'"['):
         return text.startswith(b"[")
     try:
@@ -633,21 +636,21 @@ def _extract_external_ids(args: list[Any]) -> Array:
 
 
 def pack_array(kind: str, values: Sequence[Any]) -> Array:
-    """An array of values of one kind, read-only; in half of the time that NumPy takes to look at
-    each of them.
+    """Packs values of one kind into a read-only array, in half of the time that NumPy takes to
+    inspect each of them.
 
     Args:
         kind: As in `struct`.
         values: Numbers.
 
     Raises:
-        struct.error: A value is no number of that kind.
+        struct.error: A value is not a number of that kind.
     """
     return np.frombuffer(struct.pack(f"{len(values)}{kind}", *values), dtype=kind)
 
 
 def parse_integers(values: Sequence[Any]) -> Array:
-    """int64 of numbers, numbers in quotes, and what is no number (NULL)."""
+    """Converts numbers and numbers in quotes to int64; anything else becomes NULL."""
     try:
         return pack_array("q", values)
     except struct.error:
@@ -655,7 +658,7 @@ def parse_integers(values: Sequence[Any]) -> Array:
 
 
 def parse_floats(values: Sequence[Any]) -> Array:
-    """Numbers of any kind as float64; NaN for what is not a finite number."""
+    """Converts numbers of any kind to float64; NaN for anything that is not a finite number."""
     try:
         doubles = pack_array("d", values)
     except (struct.error, OverflowError):
@@ -670,7 +673,7 @@ def parse_floats(values: Sequence[Any]) -> Array:
 
 
 def parse_integer(value: Any) -> int:
-    """One value as int64, NULL where it is no number (of that size)."""
+    """Converts one value to int64; NULL where it is not a number (of that size)."""
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
@@ -683,15 +686,15 @@ Step = Callable[[int, int], None]
 
 
 class Decoded(Struct):
-    """What a file holds, or a part of it.
+    """The decoded content of a file, or of a part of it.
 
     Attributes:
         columns: All entries of `traceEvents`; to be closed.
-        metadata: Top-level entries other than that.
+        metadata: Other top-level entries.
         damage: What was repaired or lost.
         size: Bytes of text.
         began: Byte of the text at which the part begins; None where it has no beginning.
-        left_at: Byte of the text at which it ends; None where it goes to the end.
+        left_at: Byte of the text at which it ends; None where it extends to the end.
     """
 
     columns: Columns
@@ -708,25 +711,25 @@ def decode(
     part: TextRange = FULL_RANGE,
     taken_over: Callable[[int], bool] = lambda _: True,
 ) -> Decoded:
-    """Decode a file in this process; gzip or not, whole or damaged.
+    """Decodes a file in this process: plain or gzip, whole or damaged.
 
     Args:
         path: The file; `-` is standard input.
-        step: Called now and then with (bytes read from the file, bytes of text).
-        part: Which part of it.
+        step: Called repeatedly with (bytes read from the file, bytes of text).
+        part: The part to decode.
         taken_over: See `Document`.
 
     Raises:
-        InputError: The file cannot be read or is no Kineto trace at all.
+        InputError: The file cannot be read or is not a Kineto trace.
     """
     damage = DamageLog()
     columns = Columns(damage)
-    # Until glibc has seen a large block freed, it hands memory back at once, and every slice faults
-    # its pages in again.
+    # Until glibc has freed a large block, it returns memory to the system at once, and every slice
+    # faults its pages in again.
     bytes(_LARGE)
     try:
         with open_input(path) as stream:
-            with contextlib.suppress(OSError):  # what is no file has no size
+            with contextlib.suppress(OSError):  # only regular files have a size
                 status = os.fstat(stream.fileno())
                 if stat.S_ISREG(status.st_mode) and status.st_size >= mapped_arrays.MIN_SPILL_BYTES:
                     columns.spill = mapped_arrays.ColumnSpool()

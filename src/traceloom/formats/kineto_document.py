@@ -1,4 +1,6 @@
-"""Walks a Kineto file: metadata in any place, `traceEvents` in slices, damage kept in bounds."""
+"""Scans a Kineto file: metadata at any place, `traceEvents` in slices, with local recovery from
+damage.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from traceloom.formats.text_stream import BraceIndex, TextBuffer, TextObserver, 
 from traceloom.system.text import clean_json
 
 SLICE = 1 << 19
-_BOUNDARY_WINDOW = 1 << 16  # bytes in which a boundary is looked for
+_BOUNDARY_WINDOW = 1 << 16  # bytes in which a boundary is searched
 _MAX_VALUE_BYTES = 1 << 26  # bytes of one metadata entry, or of one event
 _BOUNDARY = re.compile(rb'\}(?=\s*,\s*\{\s*"(?:ph|name|cat|args|pid|tid|ts|dur|id|s|bp)"\s*:)')
 _KEY = re.compile(rb'\s*,?\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
@@ -37,7 +39,8 @@ class Slice(Struct):
 
     Attributes:
         entries: Structs with the fields of `traceloom.formats.kineto_fields`.
-        exact: The times are text (see `traceloom.formats.kineto_fields`), else doubles that are exact.
+        exact: The times are text (see `traceloom.formats.kineto_fields`), else doubles that are
+            exact.
         offsets: Byte of the text at which each entry begins; int64, shape (entries,).
         lengths: Bytes of each; int64, shape (entries,).
         text: The text they came from; offsets count from `base`.
@@ -53,11 +56,13 @@ class Slice(Struct):
 
 
 class TextRange(Struct, frozen=True):
-    """What one process decodes of a file; who decodes another part finds the same boundaries.
+    """The range of a file that one process decodes; processes that decode other parts find the same
+    boundaries.
 
     Attributes:
-        begin: Byte of the text after which it begins, at the next boundary of two entries; 0 is the file's beginning.
-        until: The same of the part that follows; None where the part goes to the end.
+        begin: Byte of the text after which it begins, at the next boundary of two entries; 0 is the
+            file's beginning.
+        until: The `begin` of the part that follows; None where the part extends to the end.
     """
 
     begin: int = 0
@@ -68,21 +73,21 @@ FULL_RANGE = TextRange()
 
 
 class Document(TextBuffer):
-    """One pass over the text of a Kineto file, or over a part of its events and what follows.
+    """Scans the text of a Kineto file in one pass, or a part of its events and what follows.
 
     Args:
-        pieces: Gives the text; shows all of it to the function it is given.
-        damage: Told what was repaired or lost.
+        read_chunks: Yields the text, and passes all of it to the observer that it receives.
+        damage: Records what was repaired or lost.
         path: The file.
-        part: Which part of the text is wanted.
-        taken_over: Asked where the part ends, with the byte, whether somebody else has what follows; if not, this pass
-            goes on.
+        part: The requested part of the text.
+        taken_over: Called at the end of the part with the byte; returns whether another process
+            decodes what follows; if not, this pass continues.
 
     Attributes:
         metadata: Top-level entries other than `traceEvents`, complete after the pass.
-        found_events: `traceEvents` was there.
+        found_events: `traceEvents` was found.
         began: Byte at which the part begins; None where it has none.
-        left_at: Byte from which on somebody else has it; None where the pass went to the end.
+        left_at: Byte from which another process continues; None where the pass went to the end.
     """
 
     def __init__(
@@ -104,19 +109,19 @@ class Document(TextBuffer):
         self._damage = damage
         self._path = path
         self._exact: bool | None = None
-        self._alone = False  # nothing stands around the list
+        self._alone = False  # the list is not inside an object
 
     def slices(self) -> Generator[Slice, None, None]:
-        """All entries of `traceEvents`, a slice at a time.
+        """Yields all entries of `traceEvents`, a slice at a time.
 
         Raises:
-            InputError: The file is something else, or holds nothing of a trace.
+            InputError: It is another kind of file, or holds nothing of a trace.
         """
         self._fill(1)
         well_formed = self._begins_well()
         self._alone = self._text.lstrip()[:1] == b"["
         if self._begin:
-            # Go there without having all that is before it at hand.
+            # Skip the text before the part without buffering all of it.
             while self._base + len(self._text) < self._begin:
                 self._skip(len(self._text))
                 if not self._fill(1):
@@ -143,11 +148,10 @@ class Document(TextBuffer):
             refuse_by_keys(self.metadata, self._path, done=True)
 
     def _begins_well(self) -> bool:
-        """Whether the text begins as traces do; where it does not, what follows may be a trace all
-        the same.
+        """Whether the text begins as traces do; otherwise the rest may still be a trace.
 
         Raises:
-            InputError: It is something else.
+            InputError: It is another kind of file.
         """
         try:
             refuse_start(self._text, self._path)
@@ -170,13 +174,13 @@ class Document(TextBuffer):
             self._damage.note("damaged-metadata", "byte 0 of the text")
         return False
 
-    # -- parts ------------------------------------------------------------------------------------------------
+    # -- parts -------------------------------------------------------------------------------------
 
     def _boundary(self, byte: int) -> int | None:
-        """End of the first entry that ends after a byte, relative to the text at hand; None if none
-        is near.
+        """Returns the end of the first entry that ends after a byte, relative to the buffered text;
+        None if none is near.
 
-        What looks like a boundary may be inside a text or a list of an entry.
+        An apparent boundary may be inside a string or a list of an entry.
         """
         start = byte - self._base
         self._fill(start + _BOUNDARY_WINDOW)
@@ -184,8 +188,8 @@ class Document(TextBuffer):
         return None if match is None else match.end()
 
     def _handing_over(self) -> Iterator[Slice]:
-        """The entries up to where the next part begins, if they prove that it can begin there;
-        nothing if not.
+        """Yields the entries up to where the next part begins, if they prove that it can begin
+        there; otherwise nothing.
         """
         until, self._until = self._until, None
         cut = None if until is None or until < self._base else self._boundary(until)
@@ -204,7 +208,7 @@ class Document(TextBuffer):
         if self._taken_over(self._base):
             self.left_at = self._base
 
-    # -- the top level ----------------------------------------------------------------------------------------
+    # -- the top level -----------------------------------------------------------------------------
 
     def _top(self) -> Iterator[Slice]:
         while self.left_at is None:
@@ -216,7 +220,7 @@ class Document(TextBuffer):
                     if self._base:
                         self._damage.note("cut-file", f"byte {self.size} of the text", 0)
                     return
-                # An event may stand where a key should, or behind a stray bracket.
+                # An event may be in the place of a key, or follow a stray bracket.
                 entries_text = remaining.lstrip(b" \t\r\n,[]}\0")
                 resumes = entries_text[:1] == b"{" and JsonScanner(
                     entries_text, EVENTS
@@ -260,16 +264,16 @@ class Document(TextBuffer):
                 return
 
     def _value(self, key: str, start: int) -> bool:
-        """Read one entry; False where it is malformed."""
+        """Reads one entry; False where it is malformed."""
         while True:
             scanned = self._text.decode(
                 "latin-1"
-            )  # one character per byte; JSON's own signs are ASCII
+            )  # one character per byte; JSON's own characters are ASCII
             try:
                 _, end = _SCANNER.raw_decode(scanned, start)
             except (ValueError, RecursionError):
                 end = -1
-            # A number at the very end may go on in the next piece.
+            # A number at the very end may continue in the next piece.
             if 0 <= end < len(self._text) or (end > 0 and self._ended):
                 break
             if end < 0 and (self._ended or _EVENTS.search(self._text, start)):
@@ -282,14 +286,14 @@ class Document(TextBuffer):
                 )
             self._fill(len(self._text) * 2)
         if not self.found_events and _EVENTS.search(self._text, start, end):
-            return False  # a bracket is missing, so that it has swallowed them
+            return False  # a bracket is missing, so that this entry has swallowed the events
         value = json.loads(self._text[start:end].decode("utf-8", "replace"), strict=False)
         store_entry(self.metadata, key, value, self._damage)
         self._skip(end)
         return True
 
     def _salvage(self) -> bool:
-        """Jump over malformed metadata to `traceEvents`; keep entries on the way that can be read."""
+        """Skips malformed metadata up to `traceEvents`; keeps readable entries on the way."""
         while (end := self._start_of_events()) is None and not self._ended:
             if len(self._text) > _MAX_VALUE_BYTES:
                 break
@@ -314,17 +318,19 @@ class Document(TextBuffer):
         return end is not None
 
     def _start_of_events(self) -> int | None:
-        """Where the key of the events stands in the text at hand, or else the first event."""
+        """Returns the position of the key of the events in the buffered text, or else of the first
+        event.
+        """
         match = _EVENTS.search(self._text)
         return match.start() if match else JsonScanner(self._text, EVENTS).find_next_entry(0)
 
-    # -- the events -------------------------------------------------------------------------------------------
+    # -- the events --------------------------------------------------------------------------------
 
     def _entries(self) -> Iterator[Slice]:
-        """Slices up to the end of the list; the position is then just after its bracket."""
+        """Yields slices up to the end of the list; the position is then just after its bracket."""
         target_size = SLICE
         while True:
-            self._skip_blank()  # while little text is at hand, since the rest is copied
+            self._skip_blank()  # while the buffer is small, since the remainder is copied
             filled = self._fill(target_size)
             self._skip_blank()
             if self._text.startswith(b"]"):
@@ -351,7 +357,7 @@ class Document(TextBuffer):
             used = 0
             if cut is not None:
                 decoded, used, closed = self._decode(self._text[:cut], last=not filled)
-            if not used:  # one event is larger than what is at hand
+            if not used:  # one event is larger than the buffer
                 if len(self._text) > _MAX_VALUE_BYTES:
                     raise InputError(
                         f"one event is larger than {_MAX_VALUE_BYTES >> 20} MB",
@@ -368,11 +374,11 @@ class Document(TextBuffer):
                 return
 
     def _decode(self, text: bytes, *, last: bool) -> tuple[Slice, int, bool]:
-        """Decode a stretch: (slice, bytes used up, whether the list ended in it)."""
+        """Decodes a stretch: (slice, bytes consumed, whether the list ended in it)."""
         try:
             entries = self._decoder(text).decode(
                 b"".join((b"[", text, b"]"))
-            )  # one copy, where adding makes two
+            )  # one copy, where concatenation makes two
         except msgspec.ValidationError:
             try:
                 entries, unexpected = decode_loosely(b"[" + text + b"]")
@@ -393,7 +399,7 @@ class Document(TextBuffer):
         return self._slice(entries, text, exact), len(text), last
 
     def _decoder(self, text: bytes) -> msgspec.json.Decoder[list[Any]]:
-        """For the entries of this text; the first one decides how times are read."""
+        """Returns the decoder for this text; the first text decides how times are read."""
         if self._exact is None:
             self._exact = needs_text(text)
         return EXACT if self._exact else FAST
@@ -401,7 +407,7 @@ class Document(TextBuffer):
     def _decode_damaged(
         self, text: bytes, error: Exception, *, last: bool
     ) -> tuple[Slice, int, bool]:
-        """The list may end in the text; or the text is malformed."""
+        """Decodes a stretch in which the list ends, or which is malformed."""
         byte = parse_error_offset(error)
         if "trailing characters" in str(error) and byte is not None:
             bracket = text.rfind(b"]", 0, byte - 1)
@@ -409,11 +415,11 @@ class Document(TextBuffer):
                 if not text[:bracket].strip():
                     return self._slice([], b"", exact=True), bracket + 1, True
                 decoded, used, _ = self._decode(text[:bracket], last=False)
-                if used == bracket:  # a proven stretch is used up whole
+                if used == bracket:  # a proven stretch is consumed whole
                     return decoded, bracket + 1, True
         cut = None if last else find_complete_end(text)
         if cut:
-            # The text was cut inside an event, by us; nothing else may be wrong with it.
+            # The text was cut inside an event by us; there may be no other fault.
             try:
                 entries, unexpected = decode_loosely(b"[" + text[:cut] + b"]")
             except PARSE_ERRORS:
@@ -437,13 +443,13 @@ class Document(TextBuffer):
 
 
 def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLog) -> None:
-    """Store one top-level entry, which may be there already."""
+    """Stores one top-level entry, which may exist already."""
     (key, value), replaced = clean_json([key, value])
     if replaced:
         damage.note("replaced-text", f"$.{key}", replaced)
     previous = metadata.get(key)
     if isinstance(previous, dict) and isinstance(value, dict):
-        # Some writers repeat distributedInfo after the events, often with more in it.
+        # Some writers repeat distributedInfo after the events, often with more entries.
         value = {
             **previous,
             **{name: item for name, item in value.items() if item not in (None, [], "")},
@@ -454,7 +460,7 @@ def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLo
 
 
 def _has_inexact_times(entries: list[Any]) -> bool:
-    """Doubles that may have lost nanoseconds: fractions beyond 2^43."""
+    """Whether there are doubles that may have lost nanoseconds: fractions beyond 2^43."""
     return any(
         abs(entry.ts) >= 2**43 and entry.ts % 1 for entry in entries[:: max(1, len(entries) // 64)]
     )

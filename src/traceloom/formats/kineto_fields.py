@@ -1,8 +1,8 @@
-"""Fields and spellings of an entry; microseconds to nanoseconds.
+"""Defines the fields of Kineto entries and converts their microseconds to nanoseconds.
 
-A double holds whole microseconds exactly up to 2^53, and tells nanoseconds apart up to 2^43 (8.8e12
-µs, more than the quarter year that Kineto's `ts` spans since it has a base time). Unix microseconds
-with a fraction lie beyond; these are read as text.
+A double holds whole microseconds exactly up to 2^53, and distinguishes nanoseconds up to 2^43
+(8.8e12 µs, more than the quarter year that Kineto's `ts` spans since it has a base time). Unix
+microseconds with a fraction are beyond that; they are read as text.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from traceloom.trace.array_types import Bools, Floats, Ints
 NULL = -(2**63)  # stands for "absent" in integer columns
 RAW = msgspec.Raw()
 
-# name: (key in the file, type, default), in the usual order of the writers, which makes the decoder's search for keys
-# short. Every field costs each event something, so those of few events are decoded again for them
-# alone.
+# name: (key in the file, type, default), in the usual order of the writers, which makes the
+# decoder's search for keys short. Every field adds a cost per event, so rare fields are decoded
+# again for the few events that have them.
 _NUMBER = ("number", NULL)
 _LIST = ("raw", RAW)
 _TEXT = ("text", None)
-_ANY = ("any", None)  # taken whatever it is, and not called odd
+_ANY = ("any", None)  # accepted whatever it is, and not counted as odd
 ARGUMENTS: dict[str, tuple[str, tuple[str, Any]]] = {
     "external_id": ("External id", _NUMBER),
     "record_function_id": ("Record function id", _NUMBER),
@@ -133,7 +133,7 @@ _LooseArguments = _define_arguments("LooseArguments", _ALL, strict=False)
 Entry = _define_entry("Entry", Arguments | None, float, _NAN, strict=True)
 # Times as text: exact whatever they are.
 ExactEntry = _define_entry("ExactEntry", Arguments | None, msgspec.Raw, RAW, strict=True)
-# Any value anywhere; `tidy` makes it look like an ExactEntry.
+# Any value anywhere; `_normalize_entry` makes it look like an ExactEntry.
 LooseEntry = _define_entry("LooseEntry", Any, msgspec.Raw, RAW, strict=False)
 
 FAST = msgspec.json.Decoder(list[Entry])  # type: ignore[valid-type]
@@ -149,11 +149,11 @@ _WITH_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d+(?:\.\d+)?[eE][+-]?\d+')
 
 
 def decode_all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
-    """The arguments of one event with the rare ones too, and whether a rare one was odd; `text` is
-    the whole event.
+    """Returns the arguments of one event including rare ones, and whether a rare one was odd;
+    `text` is the whole event.
     """
     if isinstance(args, _LooseArguments):
-        return args, False  # all of them, and told of already
+        return args, False  # all of them, and reported already
     if args is NO_ARGUMENTS:
         return _DEFAULT_ARGUMENTS, False
     try:
@@ -163,16 +163,16 @@ def decode_all_arguments(args: Any, text: bytes) -> tuple[Any, bool]:
 
 
 def decode_loosely(text: bytes) -> tuple[list[Any], int]:
-    """A list of entries whatever the types of their values; gives them and how many had odd values.
+    """Decodes a list of entries with values of any type; returns them and how many had odd values.
 
     Raises:
-        msgspec.DecodeError: The text is no JSON list of objects.
+        msgspec.DecodeError: The text is not a JSON list of objects.
     """
     try:
         entries = _LOOSE.decode(text)
     except msgspec.ValidationError:
-        # A string stays, a number that no double holds becomes null of the same length: errors tell
-        # bytes of the text.
+        # Keep strings; replace numbers beyond the range of double by null of the same length,
+        # because errors refer to bytes of the text.
         finite = _WITH_EXPONENT.sub(
             lambda match: (
                 match[0]
@@ -186,7 +186,7 @@ def decode_loosely(text: bytes) -> tuple[list[Any], int]:
 
 
 def _normalize_entry(entry: Any) -> bool:
-    """Make an entry look like an ExactEntry; whether a value of it was odd."""
+    """Makes an entry look like an ExactEntry; returns whether a value of it was odd."""
     unexpected = False
     for key, kinds in (
         ("ph", str),
@@ -222,23 +222,23 @@ def _normalize_entry(entry: Any) -> bool:
     return unexpected
 
 
-# A time with an exponent, of which more than three digits are a fraction, or with a fraction behind
-# 13 digits or more.
+# A time with an exponent, with more than three digits of fraction, or with a fraction after 13
+# digits or more.
 _FINE_TIMES = re.compile(
     rb'"(?:ts|dur)"\s*:\s*"?-?(?:\d+(?:(?:\.\d+)?[eE]|\.\d{4})|(\d{13,})\.\d*[1-9])'
 )
-_MAX_NS = 2**62  # times beyond (146 years) are no times
+_MAX_NS = 2**62  # times beyond (146 years) are invalid
 _MAX_US = _MAX_NS // 1000
-_MAX_DURATION_NS = (
-    2**60
-)  # 36 years; base time (see `metadata.base_ns`), start and duration add up to an int64
+# 36 years; base time (see `compute_time_offset_ns`), start and duration add up to an int64.
+_MAX_DURATION_NS = 2**60
 _DIGITS = len(str(_MAX_US))
-_FRACTION_DIGITS = 12  # digits behind the point that are looked at: a half of a nanosecond is told from what is just above
+# Digits of the fraction that are used, so that half a nanosecond differs from slightly more.
+_FRACTION_DIGITS = 12
 _PARTS_OF_NS = 10 ** (_FRACTION_DIGITS - 3)
 
 
 def needs_text(sample: bytes) -> bool:
-    """Whether doubles lose something: fractions of large numbers, or more than three digits after
+    """Whether doubles lose precision: fractions of large numbers, or more than three digits after
     the point.
     """
     return any(
@@ -248,16 +248,16 @@ def needs_text(sample: bytes) -> bool:
 
 
 def convert_double_times(start_us: Floats, duration_us: Floats) -> tuple[Ints, Ints, Bools, Bools]:
-    """Start and duration in ns, and which of each are usable (finite, within 146 and 36 years);
-    others are 0.
+    """Returns start and duration in ns, and which of each are usable (finite, within 146 and 36
+    years); others are 0.
     """
     us = np.array((start_us, duration_us), dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         usable = np.abs(us) < np.array(((_MAX_NS / 1000,), (_MAX_DURATION_NS / 1000,)))
     if not usable.all():
         us[~usable] = 0.0
-    # Row 0 holds starts; row 1 durations first, ends then. Whole microseconds and fractions stay
-    # apart, to be exact.
+    # Row 0 holds starts; row 1 first durations, then ends. Whole microseconds and fractions are
+    # kept apart for exactness.
     whole_us = np.floor(us)
     us -= whole_us
     us[1] += us[0]
@@ -271,7 +271,7 @@ def convert_double_times(start_us: Floats, duration_us: Floats) -> tuple[Ints, I
 
 
 def parse_text_times(starts: list[Any], durations: list[Any]) -> tuple[Ints, Ints, Bools, Bools]:
-    """The same from JSON text: numbers, or numbers in quotes.
+    """As `convert_double_times`, from JSON text: numbers, or numbers in quotes.
 
     End = round(start + duration), as in exact decimals.
     """
@@ -283,7 +283,9 @@ def parse_text_times(starts: list[Any], durations: list[Any]) -> tuple[Ints, Int
 
 
 def _compute_rounded_ns(parts: Ints) -> Ints:
-    """Fractions of a microsecond to the nearest nanosecond, halves to the even one as Decimal does."""
+    """Rounds fractions of a microsecond to the nearest nanosecond, halves to even as
+    Decimal does.
+    """
     floor = parts // _PARTS_OF_NS
     remainder = parts - floor * _PARTS_OF_NS
     up = (remainder > _PARTS_OF_NS // 2) | ((remainder == _PARTS_OF_NS // 2) & (floor % 2 == 1))
@@ -292,8 +294,8 @@ def _compute_rounded_ns(parts: Ints) -> Ints:
 
 
 def _split(texts: list[Any], max_us: int) -> tuple[Ints, Ints, Bools]:
-    """Whole microseconds, the first digits behind the point (same sign), and which are numbers
-    below the most.
+    """Returns whole microseconds, the first digits after the point (same sign), and which are
+    numbers below `max_us`.
     """
     whole_us, fractions = [], []
     for text in texts:

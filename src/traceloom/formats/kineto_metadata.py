@@ -1,5 +1,5 @@
-"""The top-level entries of a file: rank, devices, groups, versions, settings; nothing in them is
-trusted.
+"""Reads the top-level entries of a Kineto file: rank, devices, groups, versions, settings; none of
+them is trusted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RANK_IN_FILE_NAME = re.compile(r"(?:^|[^a-z])(?:rank|worker)[-_ ]?(\d{1,7})(?!\
 
 
 def parse_whole_number(value: Any) -> int | None:
-    """A whole number, also in quotes; None for anything else."""
+    """Returns an integer, also from quotes; None for anything else."""
     if isinstance(value, bool):
         return None
     parsed = parse_integer(value)
@@ -37,8 +37,8 @@ def parse_whole_number(value: Any) -> int | None:
 def compute_time_offset_ns(
     metadata: dict[str, Any], capture_entry: dict[str, Any] | None = None
 ) -> int:
-    """What is to be added to every time of the file, in ns; `capture_entry` is this rank's part of
-    capture.json.
+    """Returns the offset to add to every time of the file, in ns; `capture_entry` is this rank's
+    part of capture.json.
     """
     value = parse_whole_number(metadata.get("baseTimeNanoseconds"))
     base = value if value is not None and 0 <= value < _MAX_BASE_NS else 0
@@ -46,7 +46,7 @@ def compute_time_offset_ns(
 
 
 def get_clock_offset_ns(capture_entry: dict[str, Any] | None) -> int:
-    """What is added to times of the host of a rank, where a capture joins several hosts; 0
+    """Returns the offset to add to host times of a rank where a capture joins several hosts; 0
     elsewhere.
     """
     clock = (capture_entry or {}).get("clock") or {}
@@ -55,7 +55,7 @@ def get_clock_offset_ns(capture_entry: dict[str, Any] | None) -> int:
 
 
 def get_distributed_info(metadata: dict[str, Any]) -> dict[str, Any]:
-    """`distributedInfo`, or an empty dict."""
+    """Returns `distributedInfo`, or an empty dict."""
     info = metadata.get("distributedInfo")
     return info if isinstance(info, dict) else {}
 
@@ -63,7 +63,7 @@ def get_distributed_info(metadata: dict[str, Any]) -> dict[str, Any]:
 def find_rank(
     metadata: dict[str, Any], collective_rank: int | None, path: str, capture: dict[str, Any] | None
 ) -> tuple[int | None, str | None, list[Notice]]:
-    """The rank, where it comes from, and notices about it.
+    """Returns the rank, its source, and notices about it.
 
     Evidence in order: capture.json, `distributedInfo`, the `Rank` argument of collectives, the
     file's name.
@@ -89,7 +89,7 @@ def find_rank(
 
 
 def build_device_frame(metadata: dict[str, Any], used_devices: set[int]) -> pl.DataFrame:
-    """The `devices` frame: the visible ones, and those in use that are not listed."""
+    """Builds the `devices` frame: the visible devices, and used ones that are not listed."""
     rows: dict[int, dict[str, Any]] = {}
     properties = metadata.get("deviceProperties")
     for item in properties if isinstance(properties, list) else []:
@@ -127,8 +127,8 @@ def merge_group_row(
     size: int | None,
     members: list[Any] | None,
 ) -> None:
-    """Add what an entry says of a group (`description_and_backend`: its description and back end)
-    to what earlier ones said.
+    """Merges an entry about a group into its row (`description_and_backend`: its description and
+    backend).
     """
     earlier_row = rows.get(name, {})
     description, backend = (
@@ -144,8 +144,8 @@ def merge_group_row(
 
 
 def build_group_frame(metadata: dict[str, Any], capture: dict[str, Any] | None) -> pl.DataFrame:
-    """The `groups` frame, from `pg_config` and from capture.json (which knows the members of every
-    group).
+    """Builds the `groups` frame, from `pg_config` and from capture.json (which has the members of
+    every group).
     """
     group_configs = get_distributed_info(metadata).get("pg_config")
     if isinstance(group_configs, str):
@@ -191,7 +191,7 @@ def _parse_json(text: str) -> Any:
 
 
 def collect_versions(metadata: dict[str, Any]) -> dict[str, str]:
-    """Versions of the runtime, driver, tracer and communication library."""
+    """Returns versions of the runtime, driver, tracer and communication library."""
     entries = {
         key: value
         for key, value in metadata.items()
@@ -205,12 +205,12 @@ def collect_versions(metadata: dict[str, Any]) -> dict[str, str]:
 
 
 def collect_settings(metadata: dict[str, Any]) -> dict[str, bool]:
-    """What the recording was asked for."""
+    """Returns which recording options were enabled."""
     return {key: bool(metadata[key]) for key in _SETTING_KEYS if key in metadata}
 
 
 def collect_job_labels(metadata: dict[str, Any]) -> dict[str, str]:
-    """What names the job and the recording."""
+    """Returns the labels of the job and the recording."""
     return {
         key: str(value)
         for key, value in metadata.items()

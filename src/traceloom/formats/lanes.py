@@ -1,4 +1,4 @@
-"""Lanes: which row of the timeline an event stands on, and what the row is called."""
+"""Assigns events to lanes (rows of the timeline) and names the lanes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lanes(Struct, frozen=True):
 
     Attributes:
         lane: Row of `rows` for each event.
-        nests: Whether events of that lane enclose each other (host lanes do, device lanes do not).
+        nests: Whether events of that lane nest (host lanes do, device lanes do not).
         rows: One dict per lane with the columns of the `lanes` frame that do not depend on times.
     """
 
@@ -56,21 +56,23 @@ class ThreadIndex(Struct, frozen=True):
     thread_names: dict[tuple[Any, Any], str]
 
     def numbers(self, which: int) -> Ints:
-        """The process (0) or thread (1) of each pair as a number, NULL where it is text."""
+        """Returns the process id (0) or thread id (1) of each pair as a number, NULL where it is
+        text.
+        """
         return np.array([parse_integer(pair[which]) for pair in self.pairs], dtype=np.int64)
 
 
 def find_lanes(
     category: Array, thread: Array, device: Ints, stream: Ints, thread_index: ThreadIndex
 ) -> Lanes:
-    """Group events to lanes: by thread on the host, by (device, stream) on devices.
+    """Groups events into lanes: by thread on the host, by (device, stream) on devices.
 
     Args:
         category: Code of each event's category.
         thread: Number of its (pid, tid).
         device: Device index, NULL on the host.
         stream: Stream, NULL on the host.
-        thread_index: What the numbers of places stand for.
+        thread_index: The (pid, tid) of each number.
     """
     kind = gather_rows(KIND_OF_CODE, category)
     on_device = gather_rows(ON_DEVICE, kind)
@@ -125,7 +127,7 @@ def find_lanes(
 
 
 def _get_sort_key(lane: dict[str, Any]) -> tuple[Any, ...]:
-    """Host threads first (main thread on top), then devices by stream, then the rest."""
+    """Sorts host threads first (main thread on top), then devices by stream, then the rest."""
     if lane["kind"] == "host":
         return (
             0,
@@ -148,8 +150,8 @@ def _get_natural_sort_key(text: str) -> tuple[int, str]:
 
 
 def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
-    """The `lanes` frame: event counts and busy times; threads that run the backward pass get their
-    name.
+    """Builds the `lanes` frame: event counts and busy times; threads that run the backward pass are
+    named so.
 
     Args:
         lanes: From `find_lanes`.
@@ -163,7 +165,7 @@ def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Arra
     rows = []
     for lane, described in enumerate(lanes.rows):
         members = order[bounds[lane] : bounds[lane + 1]]
-        busy_ns = 0  # covered by spans, which stand by their start
+        busy_ns = 0  # covered by spans, which are sorted by start
         if len(members):
             span_start, end = start[members], nested_end[members]
             reached = np.maximum.accumulate(end)

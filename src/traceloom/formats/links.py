@@ -1,6 +1,6 @@
-"""Joins inside a trace: work to launch to op, flows; collectives and their groups.
+"""Joins events inside a trace: GPU work to launches to ops, flows, collectives to their groups.
 
-What the trace does not say of them is filled in from capture.json.
+Details of collectives that the trace lacks are taken from capture.json.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, DeferredFrame
 
 _FLOW_KINDS = ("launch", "forward-backward", "other")
-# Names of the three generations, as category or name of the arrow.
+# Names in three generations of writers, as category or name of the arrow.
 _FLOW_KIND = {
     "ac2g": "launch",
     "async_cpu_to_gpu": "launch",
@@ -48,11 +48,11 @@ _BOUND_BY = {
     **dict.fromkeys((cat.OP, cat.ANNOTATION), 1),
 }
 _BINDS = np.array([_BOUND_BY.get(name, 2) for name in cat.CATEGORIES])
-_MAX_TIES = 200  # events looked at that start at one time
+_MAX_TIES = 200  # max events with the same start that are examined
 
 
 def find_first_rows(keys: Ints, rows: Ints, requested: Ints) -> Ints:
-    """The first row that has each wanted key; -1 where none has, and for NULL."""
+    """Returns the first row that has each requested key; -1 where none has, and for NULL."""
     has_key = keys != NULL
     keys, rows = keys[has_key], rows[has_key]
     if not len(keys):
@@ -64,10 +64,10 @@ def find_first_rows(keys: Ints, rows: Ints, requested: Ints) -> Ints:
 
 
 def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
-    """The runtime or driver row of each GPU work, by correlation; -1 elsewhere.
+    """Returns the runtime or driver row of each GPU work, by correlation; -1 elsewhere.
 
     Where several rows have one correlation (a runtime call and the driver call inside it) the
-    outermost is taken: it starts first and, starting together, is longer. One graph launch owns all
+    outermost is used: it starts first or, at equal starts, is longer. One graph launch owns all
     kernels of its graph.
     """
     calls = np.flatnonzero(is_launch)
@@ -80,8 +80,8 @@ def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
 def find_ops(  # noqa: PLR0917  (columns of events)
     parent_op: Ints, launch: Ints, is_launch: Bools, is_op: Bools, is_work: Bools, external: Ints
 ) -> Ints:
-    """The innermost op around each launch; for GPU work around its launch, else the op its external
-    id names.
+    """Returns the innermost op around each launch; for GPU work around its launch, else the op with
+    its external id.
     """
     out = np.where(is_launch, parent_op, NO_ROW)
     launched = launch >= 0
@@ -94,8 +94,8 @@ def find_ops(  # noqa: PLR0917  (columns of events)
 
 
 def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -> bool:
-    """Whether the external ids of GPU work only repeat its correlations (older writers): then they
-    name no op.
+    """Whether the external ids of GPU work only repeat its correlations (older writers); then they
+    identify no op.
     """
     both = is_work & (external != NULL) & (correlation != NULL)
     return bool(both.any()) and bool((external[both] == correlation[both]).all())
@@ -104,12 +104,13 @@ def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -
 def build_flow_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, thread: Array
 ) -> pl.DataFrame:
-    """The `flows` frame: starts and ends joined by kind and id, each resolved to the event at its
-    place and time.
+    """Builds the `flows` frame: starts and ends joined by kind and id, each resolved to the event
+    at its place and time.
 
     Args:
-        columns: `phase` (True = start), `flow`, `kind` (number of a text), `thread`, `start` of all arrow ends.
-        texts: What the numbers of `kind` stand for.
+        columns: `phase` (True = start), `flow`, `kind` (number of a text), `thread`, `start` of all
+            arrow ends.
+        texts: The texts of the numbers in `kind`.
         events: The `events` frame.
         thread: The place of each event.
     """
@@ -118,7 +119,7 @@ def build_flow_frame(
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = gather_rows(kinds, columns["kind"])
     is_start, flow = columns["phase"], columns["flow"]
-    # Of several starts or ends with one kind and id the last counts; without an id nothing is
+    # Of several starts or ends with one kind and id the last one is used; without an id nothing is
     # joined.
     flow_ids, number = np.unique(flow, return_inverse=True)
     keys = len(flow_ids) * len(_FLOW_KINDS)
@@ -126,7 +127,7 @@ def build_flow_frame(
     slot = np.where(is_start, keys, 0) + key
     indices = np.arange(len(flow), like=flow)
     last = np.full(2 * keys, NO_ROW, dtype=np.int64, like=flow)
-    last[slot] = indices  # of equal slots the last one wins
+    last[slot] = indices  # of equal slots the last one is kept
     is_last = last[slot] == indices
     other = np.where(flow == NULL, NO_ROW, last[np.where(is_start, 0, keys) + key])
     # The arrows, starts first, and their other ends; -1 where there is none.
@@ -157,7 +158,8 @@ def build_flow_frame(
 def _find_flow_events(
     endpoints: dict[str, Array], kind: Array, events: tuple[Ints, Array, Array, Ints]
 ) -> Ints:
-    """The event that starts at the time and place of each arrow end; -1 where none does.
+    """Returns the event that starts at the time and place of each arrow end; -1 where there is
+    none.
 
     Of several, the one whose correlation is the arrow's id, else the innermost of the kind that
     such arrows bind to, else the innermost of any kind.
@@ -188,8 +190,8 @@ def _find_flow_events(
 
 
 def build_source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:
-    """Where each event stands in the text of the file; `rows` puts the columns of the file in time
-    order.
+    """Returns where each event is in the text of the file; `rows` puts the columns of the file in
+    time order.
     """
     return pl.DataFrame(
         {
@@ -201,7 +203,7 @@ def build_source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame
     )
 
 
-# Looked for in this order, in the lower-case name without blanks and underscores.
+# Searched in this order, in the lower-case name without blanks and underscores.
 _KINDS = (
     ("reducescatter", "reduce_scatter"),
     ("allreduce", "all_reduce"),
@@ -261,13 +263,13 @@ _FILLED_COLUMNS = (
     "sequence",
     "peer",
 )
-_MAX_ELEMENTS = 2**58  # of a tensor; more have more bytes than a column holds
+_MAX_ELEMENTS = 2**58  # of a tensor; with more, the bytes exceed an int64 column
 _PEER = r"(?:->|<-|\bsrc:?|\bdst:?)\s*(\d+)"
 
 
 def classify_collective(name: str) -> str:
-    """The kind of a collective from any writer's name for it; the name itself where it is none we
-    know.
+    """Returns the kind of a collective from any writer's name for it; the name itself where it is
+    unknown.
 
     Example:
         >>> classify_collective("_allgather_base"), classify_collective("nccl:all_to_allv"), classify_collective("init")
@@ -281,8 +283,8 @@ def classify_collective(name: str) -> str:
 
 
 def get_element_size(name: str | None) -> int | None:
-    """Bytes of an element type as PyTorch or NCCL spells it (`BFloat16`, `Float8_e4m3fn`, `long
-    int`); None unknown.
+    """Returns the bytes of an element type as spelled by PyTorch or NCCL (`BFloat16`,
+    `Float8_e4m3fn`, `long int`); None if unknown.
     """
     if name is None:
         return None
@@ -293,7 +295,7 @@ def get_element_size(name: str | None) -> int | None:
 def build_collective_frame(
     columns: dict[str, Array], texts: NumberedTexts, events: pl.DataFrame, tensors: DeferredFrame
 ) -> pl.DataFrame:
-    """The `collectives` frame: ops and kernels with arguments, and annotations such as
+    """Builds the `collectives` frame: ops and kernels with arguments, and annotations such as
     `nccl:all_reduce`.
     """
     described = pl.DataFrame(schema=SCHEMAS["collectives"])
@@ -305,7 +307,7 @@ def build_collective_frame(
         frame = pl.DataFrame({"event": columns["event"], **text_columns, **values})
         kinds = apply_per_text(frame["collective"], classify_collective)
         sizes = apply_per_text(frame["element_type"], get_element_size, pl.Int64)
-        # More elements than any tensor has are none.
+        # Treat more elements than any tensor has as absent.
         in_bytes, out_bytes = (
             pl.when(pl.col(name).is_between(0, _MAX_ELEMENTS)).then(pl.col(name) * sizes)
             for name in ("in_elements", "out_elements")
@@ -343,7 +345,7 @@ def build_collective_frame(
 
 
 def apply_per_text(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Series:
-    """A function of few different texts, applied to each of them once."""
+    """Applies a function once to each distinct text of a column with few distinct texts."""
     different = column.unique().drop_nulls()
     table = {text: function(text) for text in different}
     return (
@@ -399,10 +401,10 @@ def _read_annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFra
 def _count_elements(
     shapes: str | None, types: str | None
 ) -> tuple[str | None, int | None, int | None]:
-    """Element type, number of elements and bytes of the tensors of an annotation."""
+    """Returns element type, number of elements and bytes of the tensors of an annotation."""
     try:
         dims, names = json.loads(shapes or ""), json.loads(types or "[]")
-    except (ValueError, RecursionError):  # absent, or a list in quotes that is none
+    except (ValueError, RecursionError):  # absent, or quoted text that is not a list
         return None, None, None
     if not isinstance(dims, list) or not isinstance(names, list):
         return None, None, None
@@ -426,11 +428,11 @@ def _count_elements(
 def add_capture_details(
     collectives: pl.DataFrame, events: pl.DataFrame, capture: dict[str, Any] | None
 ) -> tuple[pl.DataFrame, list[Notice]]:
-    """Fill in what is unknown about collectives from the calls that the recorder saw.
+    """Fills in unknown properties of collectives from the calls that the recorder saw.
 
     The calls of a kind inside the window and the collectives of that kind in the trace are matched
-    in order, for ops, annotations and kernels each, where their numbers agree; else they stay as
-    they are and a notice says so.
+    in order, separately for ops, annotations and kernels, where their numbers agree; otherwise they
+    stay unchanged and a notice is added.
     """
     calls = _read_captured_calls(capture, events)
     if not calls.height or not collectives.height:
@@ -461,7 +463,9 @@ def add_capture_details(
 
 
 def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -> pl.DataFrame:
-    """The calls of capture.json inside the window, in order, with the columns that they can fill."""
+    """Returns the calls of capture.json inside the window, in order, with the columns that they can
+    fill.
+    """
     listed = (capture or {}).get("collectives")
     if not isinstance(listed, dict) or not events.height:
         return pl.DataFrame()
@@ -519,7 +523,9 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
         )
     types = {name: SCHEMAS["collectives"][name] for name in ("kind", *_FILLED_COLUMNS)}
     wide = pl.DataFrame(rows, schema={**types, "peer": pl.Int64, "start_ns": pl.Int64})
-    calls = wide.cast({"peer": types["peer"]}, strict=False)  # what is no rank is unknown
+    calls = wide.cast(
+        {"peer": types["peer"]}, strict=False
+    )  # a value that is not a rank is unknown
     first, last = events["start_ns"][0], events["nested_end_ns"].max()
     in_window = pl.col("start_ns").is_null() | pl.col("start_ns").is_between(first, last)
     return (

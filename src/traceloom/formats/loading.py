@@ -1,7 +1,8 @@
-"""Files -> traces -> sessions: cache, pool, progress.
+"""Loads files as traces and traces as sessions, with a cache, worker processes and progress
+reports.
 
-It is started by `traceloom.formats.loading`, with nothing on its import path that the current
-directory could decide.
+Worker processes run this module in a fresh interpreter, without the current directory on their
+import path.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from traceloom.trace.session import Session
 from traceloom.trace.storage import MappedFiles
 from traceloom.trace.trace import Trace
 
-_PROGRESS_INTERVAL_BYTES = 1 << 21  # how often to say how far it is
+_PROGRESS_INTERVAL_BYTES = 1 << 21  # bytes between two progress messages
 
 
 def main() -> None:
-    """Read one file after the other, until there are no more."""
+    """Reads one file after the other, until there are no more jobs."""
     for line in sys.stdin:
         _read(json.loads(line))
 
@@ -84,23 +85,23 @@ def _send_message(line: dict[str, Any]) -> None:
     try:
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # who has started it is gone
+    except BrokenPipeError:  # the parent process has ended
         os._exit(1)
 
 
 _MIN_POOL_BYTES = 40 << 20  # of text in all: below, starting processes costs more than it saves
-_EXPANSION = 16  # of gzip, roughly
+_EXPANSION = 16  # approximate, of gzip
 
 
 class ReadProgress(Struct, frozen=True):
-    """How far the reading is.
+    """Progress of the reading.
 
     Attributes:
         done_bytes: Of the files on disk, read so far.
         total_bytes: Of all files.
         files_done: Whole files.
         files: All files.
-        name: The file that moved last.
+        name: The file that was read last.
     """
 
     done_bytes: int
@@ -114,7 +115,7 @@ Report = Callable[[ReadProgress], None]
 
 
 class _ProgressCounter:
-    """Adds up what the readers of several files say."""
+    """Adds up the progress of the readers of several files."""
 
     def __init__(self, inputs: list[InputFile], report: Report | None) -> None:
         self._sizes = [_get_size(source) for source in inputs]
@@ -124,12 +125,12 @@ class _ProgressCounter:
         self._report = report
 
     def moved(self, number: int, read: int) -> None:
-        """A file has been read up to here."""
+        """Records how many bytes of a file have been read."""
         self._read[number] = min(read, self._sizes[number] or read)
         self.tell(number)
 
     def finished(self, number: int) -> None:
-        """A file is done."""
+        """Records that a file is done."""
         self._read[number], self._done[number] = self._sizes[number], True
         self.tell(number)
 
@@ -155,11 +156,11 @@ def _get_size(source: InputFile) -> int:
 def read_all(
     inputs: list[InputFile], *, cache: Cache | None, report: Report | None = None
 ) -> list[Trace | InputError]:
-    """Read every file; for a refused one, its error is in its place.
+    """Reads every file; the result for a refused file is its error.
 
     Args:
         inputs: The files.
-        cache: Looked into first and filled; None leaves it alone.
+        cache: Checked first, and filled; None disables it.
         report: Called with the progress of the reading.
     """
     meter, column_files = _ProgressCounter(inputs, report), MappedFiles()
@@ -174,7 +175,7 @@ def read_all(
         if cached is None:
             missing.append(number)
         else:
-            # the same content may have been read under another name
+            # The same content may have been read under another name.
             cached = replace(cached, meta=replace(cached.meta, path=str(inputs[number].path)))
             out[number] = column_files.kept(cached)
             meter.finished(number)
@@ -231,7 +232,7 @@ def read_all(
 
 
 def _get_stamp(source: InputFile) -> tuple[int, ...] | None:
-    """The file's stamp, which changes when it does; None if it is no file."""
+    """Returns the file's stamp, which changes when the file does; None if it is not a file."""
     try:
         return FileStamp.now(source.path).stamp
     except OSError:
@@ -247,8 +248,8 @@ def _read_in_processes(
     *,
     at_once: int,
 ) -> None:
-    """Read in processes of their own: fresh interpreters, so that no script of the user's is run
-    again.
+    """Reads in separate processes: fresh interpreters, so that no script of the user is
+    run again.
     """
     with (
         create_shared_directory() as directory,
@@ -321,17 +322,17 @@ def _read_by_worker(
 
 
 AnyPath = str | os.PathLike[str]
-# Kinds of files that lie beside traces in a directory and are no fault there.
+# Errors of files that are common beside traces in a directory, and are not reported.
 _IGNORED_ERRORS = ("not-a-trace", "empty-file")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What the inputs gave.
+    """The result of loading the inputs.
 
     Attributes:
         runs: One session per run, at least one.
-        refused: One notice (`refused-input`) per file that could not be used; the CLI exits with 4 then.
+        refused: One notice (`refused-input`) per unusable file; the CLI then exits with 4.
     """
 
     runs: tuple[Session, ...]
@@ -339,20 +340,21 @@ class Loaded:
 
 
 def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> Session:
-    """Load the traces of one run.
+    """Loads the traces of one run.
 
     Args:
-        paths: Files, directories (also TensorBoard's log directories and captures), addresses (`s3://`, `gs://`,
-            `http://`, `https://`), `-` for standard input.
-        cache: Look into the cache of read traces, and fill it.
-        progress: Called with a `ReadProgress` as the reading goes on.
+        paths: Files, directories (also TensorBoard's log directories and captures), addresses
+            (`s3://`, `gs://`, `http://`, `https://`), `-` for standard input.
+        cache: Use the cache of read traces, and fill it.
+        progress: Called repeatedly with a `ReadProgress` while reading.
 
     Returns:
-        The session; files that were refused beside good ones are notices of it (`refused-input`).
+        The session; files that were refused alongside usable ones become notices (`refused-input`).
 
     Raises:
-        UsageError: `several-runs`: the inputs hold more than one run; `no-inputs`: nothing was given.
-        InputError: Nothing that was given is a trace.
+        UsageError: `several-runs`: the inputs hold more than one run; `no-inputs`: nothing was
+            given.
+        InputError: None of the inputs is a trace.
 
     Example:
         >>> import traceloom
@@ -382,7 +384,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
 
 
 def fetch_remote(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, ...]:
-    """The paths, with local copies of what lies elsewhere."""
+    """Returns the paths, where remote ones are replaced by local copies."""
     if not any(map(is_address, paths)):
         return paths
     from traceloom.system.remote import fetch_inputs
@@ -391,7 +393,7 @@ def fetch_remote(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, .
 
 
 def load_runs(*paths: AnyPath, cache: bool = True, progress: Report | None = None) -> list[Session]:
-    """Load every run that the inputs hold; see `load`."""
+    """Loads every run that the inputs hold; see `load`."""
     return list(load_inputs(*paths, cache=cache, progress=progress).runs)
 
 
@@ -402,10 +404,10 @@ def load_inputs(
     ranks: tuple[int, ...] | None = None,
     most: int | None = None,
 ) -> Loaded:
-    """Load every run that the inputs hold, and say which files were refused; see `load`.
+    """Loads every run that the inputs hold, and reports which files were refused; see `load`.
 
-    With `ranks`, files that say from the beginning that they are of another rank are not read.
-    `most` is how many files are read at most.
+    With `ranks`, files whose beginning shows another rank are not read. `most` is the max number of
+    files to read.
 
     Raises:
         UsageError: `too-many-files`: there are more than `most`.
@@ -415,7 +417,7 @@ def load_inputs(
     _check_number([source for run in runs for source in run], most)
     loaded = _load_sessions(discovered, runs, labels, refused, cache=cache, progress=progress)
     loaded_ranks = {rank for session in loaded.runs for rank in session.ranks}
-    # What a file says at its beginning may be corrected at its end.
+    # The rank at the beginning of a file may be corrected at its end.
     if ranks is None or loaded_ranks >= set(ranks):
         return loaded
     return load_inputs(*paths, cache=cache, progress=progress, most=most)
@@ -434,7 +436,7 @@ def _check_number(inputs: list[InputFile], max_files: int | None) -> None:
 def _find_runs(
     paths: tuple[AnyPath, ...], ranks: tuple[int, ...] | None = None, max_files: int | None = None
 ) -> tuple[InputSet, list[list[InputFile]], list[str], list[InputError]]:
-    """The files of each run (of these ranks, where given), and what was refused."""
+    """Returns the files of each run (of these ranks, where given), and what was refused."""
     if not paths:
         raise UsageError("expected at least one file or directory, got none", slug="no-inputs")
     path_texts = tuple(os.fspath(path) for path in paths)
@@ -445,7 +447,9 @@ def _find_runs(
     if any(str(source.path) == "-" for source in discovered.inputs):
         raise UsageError("standard input (`-`) can only be read alone", slug="stdin-among-files")
     if ranks is None:
-        _check_number(discovered.inputs, max_files)  # at once: even their beginnings take a while
+        _check_number(
+            discovered.inputs, max_files
+        )  # before anything is read: even the beginnings take a while
     peeks: list[FileHead] = []
     refused: list[InputError] = []
     for source in discovered.inputs:
@@ -468,7 +472,7 @@ def _find_runs(
         )
     runs = split_into_runs(peeks)
     selected = runs
-    if ranks is not None:  # all files of a run where none may be of these ranks
+    if ranks is not None:  # all files of a run in which none may be of these ranks
         selected = [
             [peek for peek in run if peek.rank is None or peek.rank in ranks] or run for run in runs
         ]
@@ -503,8 +507,7 @@ def _load_sessions(
             continue
         traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
         notices: list[Notice] = []
-        # The same rank at disjoint times is a rank with several windows; at overlapping times it
-        # cannot be.
+        # One rank at disjoint times has several windows; overlapping times are contradictory.
         for earlier, later in pairwise(traces):
             if (
                 earlier.rank is not None

@@ -1,7 +1,7 @@
-"""Files about memory: timeline, recorded allocations, out-of-memory reports.
+"""Reads files about memory: timelines, recorded allocations, out-of-memory reports.
 
 Two kinds are written by `torch.profiler.profile.export_memory_timeline`: `*.raw.json.gz`, a row
-`[time, action, bytes, category]` per event, where the time in ns is -1 for what was there before;
+`[time, action, bytes, category]` per event, where the time in ns is -1 for memory allocated before;
 and `*.json`, a pair of times (microseconds) and levels by category.
 """
 
@@ -42,10 +42,11 @@ _MAX_NAME_LENGTH = 1000
 
 
 class _Document(msgspec.Struct):
-    """The file. Of an event: time in ns, thread, address, signed bytes, device, stack (-1: none),
-    and two totals.
+    """The content of a file of recorded allocations.
 
-    Of a frame: function, file, line; line 0 is a native function, whose file is its library.
+    An event has time in ns, thread, address, signed bytes, device, stack (-1: none), and two
+    totals. A frame has function, file, line; line 0 is a native function, whose file is its
+    library.
     """
 
     format: str
@@ -68,15 +69,16 @@ class _AllocationsFile(GzipStream):
 
 
 def read_allocations(path: str | Path) -> tuple[int | None, list[MemorySnapshot]]:
-    """Read a file of allocations.
+    """Reads a file of recorded allocations.
 
     Returns:
         The rank, and one snapshot for each type of device. Memory that the process got from a
-        device's driver stands as segments where the allocator's blocks in it are known, else as
-        blocks of device 0.
+        device's driver becomes segments where the allocator's blocks in it are known, else blocks
+        of device 0.
 
     Raises:
-        InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or not as it should be.
+        InputError: `unreadable`, `gzip-bomb`, `other-version`; `damaged-allocations`: cut, or
+            invalid.
     """
     document = _read_document(path)
     frames: list[StackFrame] = [
@@ -181,8 +183,8 @@ _STEM = re.compile(r"(rank\d+(?:-pid\d+)?|pid\d+)")
 
 
 def detect_kind(path: Path) -> str | None:
-    """`SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a trace, no
-    file).
+    """Returns `SNAPSHOT`, `TIMELINE`, `OUT_OF_MEMORY` or `ALLOCATIONS`; None for anything else (a
+    trace, no file).
     """
     head = read_first_bytes(path)
     if head is None:
@@ -199,11 +201,11 @@ def detect_kind(path: Path) -> str | None:
 
 
 def read_out_of_memory(path: Path) -> dict[str, Any]:
-    """The document that a run leaves when memory runs out.
+    """Reads the report that a run writes when memory runs out.
 
     Raises:
-        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or something else;
-            `other-version`.
+        InputError: `unreadable`; `damaged-memory-report`: it is cut, too large, or another kind of
+            file; `other-version`.
     """
     try:
         text = read_small(path, MAX_OOM_BYTES)
@@ -234,19 +236,19 @@ def _make_report_error(path: Path, reason: str) -> InputError:
 
 
 def parse_integer(value: Any) -> int | None:
-    """An integer that a column can hold; None for anything else."""
+    """Returns an integer that fits a column; None for anything else."""
     return value if type(value) is int and abs(value) < 1 << 62 else None
 
 
 def parse_rank(path: Path) -> int | None:
-    """The rank in a file's name, as the recorder writes it."""
+    """Returns the rank in a file's name, as written by the recorder."""
     match = re.match(r"rank(\d+)", path.name)
     return int(match[1]) if match else None
 
 
 def find_sidecar(trace: Trace, ending: str) -> Path | None:
-    """The file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the trace's
-    capture.
+    """Returns the file of the same process with this ending (`.memory.pickle`, `.oom.json`) in the
+    trace's capture.
     """
     entry = trace.meta.capture
     if entry is None or trace.meta.path in ("", "-"):
@@ -278,17 +280,17 @@ MAX_TIMELINE_BYTES = 1 << 30  # of text
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Levels of memory by category; not which block they are.
+    """Memory in use by category, without the individual blocks.
 
     Attributes:
         path: The file.
-        raw: Whether the file tells single events.
-        time_ns: Unix time of each row, never decreasing; shape (rows,). What was there before has the time of the first
-            event after it.
+        raw: Whether the file holds single events.
+        time_ns: Unix time of each row, never decreasing; shape (rows,). Memory allocated before has
+            the time of the first event after it.
         levels: Bytes of each category (`CATEGORIES`) after each row, shape (8, rows).
-        created: How many allocations were told; 0 where the file tells levels alone.
-        destroyed: How many frees.
-        before: Rows about what was there before, at the start.
+        created: Number of recorded allocations; 0 where the file holds levels only.
+        destroyed: Number of recorded frees.
+        before: Number of leading rows about memory allocated before.
     """
 
     path: str
@@ -303,15 +305,16 @@ class MemoryTimeline:
 class _TimelineFile(GzipStream):
     """The unpacked bytes of a timeline."""
 
-    MOST_EXPANSION = 100  # numbers in text become ten times smaller
+    MOST_EXPANSION = 100  # numbers compress up to tenfold as text
     BOMB_BYTES = 1 << 24
 
 
 def read_timeline(path: str | Path) -> MemoryTimeline:
-    """Read either kind, plain or gzip.
+    """Reads either kind of timeline, plain or gzip.
 
     Raises:
-        InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, no JSON, or other rows.
+        InputError: `unreadable`, `gzip-bomb`; `not-a-memory-timeline`: cut, invalid JSON, or other
+            rows.
     """
     with open_file(path) as stream:
         file = _TimelineFile(stream)
@@ -326,7 +329,7 @@ def read_timeline(path: str | Path) -> MemoryTimeline:
 
 
 def parse_timeline(document: Any, path: str) -> MemoryTimeline:
-    """The timeline in a JSON document; see `read_timeline`."""
+    """Parses the timeline in a JSON document; see `read_timeline`."""
     if not isinstance(document, list) or not document:
         raise _make_timeline_error(path, "it holds no list of rows")
     if (
@@ -372,7 +375,7 @@ def parse_timeline(document: Any, path: str) -> MemoryTimeline:
 
 
 def _is_table(rows: Any, width: int) -> bool:
-    """Whether these are lists of so many integers."""
+    """Whether the rows are lists of `width` integers."""
     return isinstance(rows, list) and all(
         isinstance(row, list)
         and len(row) == width

@@ -1,15 +1,15 @@
-"""Memory snapshots; pickles read without running anything.
+"""Reads memory snapshots, which are pickles, without running anything in them.
 
-A pickle may name and call anything, and a few bytes of one may ask for gigabytes. So the file is
-looked through before Python's unpickler gets it: only instructions that make plain data pass, with
-sizes within the file and memo numbers below its size. What is made then grows with the size of the
-file alone. Tuples hold small integers and nothing else (PyTorch's hold two): one that holds tuples
-again and again takes for ever to look up where it is a key.
+A pickle may name and call anything, and a few bytes of one may request gigabytes. So the file is
+checked before Python's unpickler gets it: only instructions that build plain data pass, with sizes
+within the file and memo numbers below its size. The result then grows only with the size of the
+file. Tuples may hold small integers only (PyTorch's hold two): deeply nested tuples would take
+forever to hash as a key.
 
-A snapshot holds the segments that the allocator has from the device, with their blocks, as they
-were when it was taken; and the history of allocations up to then, where it was recorded
-(`_record_memory_history`). The layout has changed with PyTorch's versions: a list of segments
-alone; blocks with a `history` or with `frames`; entries with or without a time.
+A snapshot holds the segments that the allocator has from the device, with their blocks, at the time
+it was taken; and the history of allocations up to then, where it was recorded
+(`_record_memory_history`). The layout has changed with PyTorch's versions: only a list of segments;
+blocks with a `history` or with `frames`; entries with or without a time.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from traceloom.trace.session import (
 )
 
 MAX_BYTES = 1 << 30
-_MIN_BYTES_PER_OBJECT = 8  # bytes of file; whoever needs fewer makes objects out of nothing
+# Bytes of file; with fewer bytes per object, a pickle would create objects out of nothing.
+_MIN_BYTES_PER_OBJECT = 8
 _EXTRA_OBJECTS = 10_000
 _MAX_INTEGER_BYTES = 16  # bytes of an integer
 _INTEGER = rb"(?:K.|M..|J.{4})"
 _LONG_INTEGERS = b"|".join(
     re.escape(bytes([size])) + rb".{%d}" % size for size in range(_MAX_INTEGER_BYTES + 1)
 )
-# Instructions of a known length that make little: marks, appending, setting, constants, numbers,
-# the memo up to 255, frames, versions; and tuples. Runs are limited since `re` remembers where it
-# could go back to. Making the expression takes longer than loading this module, and most traces
+# Instructions of a known length that build little: marks, appending, setting, constants, numbers,
+# the memo up to 255, frames, versions; and tuples. Runs are limited because `re` stores positions
+# for backtracking. Compiling the expression takes longer than loading this module, and most traces
 # have no pickle beside them.
 _SAFE_OPCODES = (
     rb"(?:[(aesuN)0\x88\x89]|[hq].|j.{4}|[G\x95].{8}|\x80[\x02-\x05]|\x8a(?:%b)"
@@ -57,10 +58,10 @@ _SIZE_BYTES = {
     0x8D: 8,
     ord("C"): 1,
     ord("B"): 4,
-}  # of the length of a text, or of bytes
+}  # bytes of the length field of texts and bytes
 _TEXTS = (0x8C, ord("X"), 0x8D)
 _LONE_SURROGATE = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
-# Instructions that name, make or call objects of classes.
+# Instructions that name, create or call objects of classes.
 _CODE_OPCODES = {
     ord("c"): "GLOBAL",
     0x93: "STACK_GLOBAL",
@@ -79,19 +80,20 @@ _CODE_OPCODES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows no class and no function, whatever passed before."""
+    """Refuses every class and function, whatever the check let through."""
 
     def find_class(self, module: str, name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def load(path: str | Path) -> tuple[Any, int]:
-    """The data of a pickle file, and how many texts in it were invalid (halves of surrogate pairs)
-    and replaced.
+    """Returns the data of a pickle file, and how many invalid texts (halves of surrogate pairs)
+    were replaced in it.
 
     Raises:
-        InputError: `unreadable`; `pickle-too-large`; `pickle-with-code`: it asks for a class or a function;
-            `pickle-damaged`: it is cut, no pickle, or holds what plain data does not need.
+        InputError: `unreadable`; `pickle-too-large`; `pickle-with-code`: it requests a class or a
+            function; `pickle-damaged`: it is cut, not a pickle, or holds instructions that plain
+            data does not need.
     """
     file_path = Path(path)
     try:
@@ -110,17 +112,17 @@ def load(path: str | Path) -> tuple[Any, int]:
 
 
 def load_bytes(data: bytes, location: str = "") -> tuple[Any, int]:
-    """The data of a pickle; see `load`."""
+    """Returns the data of a pickle; see `load`."""
     data, replaced = _validate_pickle(data, location)
     try:
         with pause_gc():
             return _Unpickler(io.BytesIO(data)).load(), replaced
-    except Exception as error:  # instructions that do not fit together fail in many ways
+    except Exception as error:  # inconsistent instructions fail in many ways
         raise _make_damage_error("its instructions do not fit together", location) from error
 
 
 def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
-    """The pickle with valid texts, and how many of them were replaced.
+    """Returns the pickle with valid texts, and how many of them were replaced.
 
     Raises:
         InputError: `pickle-with-code`, `pickle-damaged`.
@@ -132,7 +134,7 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
     names, safe_opcodes = [b"", b""], re.compile(_SAFE_OPCODES, re.DOTALL)
     while True:
         start = position
-        position = safe_opcodes.match(data, position).end()  # type: ignore[union-attr]  # it matches nothing, too
+        position = safe_opcodes.match(data, position).end()  # type: ignore[union-attr]  # matches ""
         if position == len(data):
             raise _make_damage_error("it is cut", location, position)
         code = data[position]
@@ -149,7 +151,7 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
                 names = [names[1], data[low : min(position, low + 80)]]
                 valid, count = _LONE_SURROGATE.subn(
                     b"\xef\xbf\xbd", data[low:position]
-                )  # U+FFFD, as long
+                )  # U+FFFD, which has the same length
                 if count:
                     replaced[low] = valid
         elif code == ord("r") and int.from_bytes(data[position + 1 : position + 5], "little") < len(
@@ -158,7 +160,7 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
             position += 5
             continue
         elif code in _CODE_OPCODES:
-            # Say what is asked for, as far as it can be said harmlessly.
+            # Report the requested name as far as it can be printed safely.
             name = _CODE_OPCODES[code].encode()
             if code == ord("c"):
                 name = b".".join(data[position + 1 : position + 200].split(b"\n")[:2])
@@ -186,9 +188,8 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
             raise _make_damage_error(
                 "it makes more objects than its size allows", location, position
             )
-        position += (
-            data[position : position + 1] == b"\x94"
-        )  # what was made gets the next number of the memo
+        # The new object gets the next memo number.
+        position += data[position : position + 1] == b"\x94"
     if replaced:
         patched = bytearray(data)
         for low, valid in replaced.items():
@@ -207,18 +208,19 @@ def _make_damage_error(reason: str, location: str, offset: int | None = None) ->
 
 
 _MAX_FRAMES = 512
-_MIN_BYTES_PER_ROW = 16  # bytes of file; an entry has five values or more, and their keys
-_FRAMES_PER_ROW = 8  # a frame that is known takes two bytes
+_MIN_BYTES_PER_ROW = 16  # bytes of file; an entry has at least five values and their keys
+_FRAMES_PER_ROW = 8  # a memoized frame takes two bytes
 _FEW_ROWS = 100_000
 _MAX_INTEGER = 1 << 62
 _MAX_TIME_US = _MAX_INTEGER // 1000
 
 
 def read_snapshot(path: str | Path) -> MemorySnapshot:
-    """Read a snapshot; nothing in the file is run.
+    """Reads a snapshot; nothing in the file is run.
 
     Raises:
-        InputError: as `traceloom.formats.memory_snapshot.load`; `not-a-snapshot`, where the pickle holds something else.
+        InputError: As for `traceloom.formats.memory_snapshot.load`; `not-a-snapshot`, where the
+            pickle holds something else.
     """
     document, replaced = load(path)
     return parse_snapshot(document, str(path), replaced, Path(path).stat().st_size)
@@ -227,13 +229,14 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
 def parse_snapshot(
     document: Any, path: str, replaced: int = 0, size: int | None = None
 ) -> MemorySnapshot:
-    """The snapshot in the data of a pickle; see `read_snapshot`.
+    """Builds the snapshot from the data of a pickle; see `read_snapshot`.
 
     Args:
         document: The data.
         path: The file.
-        replaced: How many texts of it were replaced.
-        size: Bytes of the file. Objects in a pickle may be shared without end; what is made of them is limited by this.
+        replaced: Number of replaced texts.
+        size: Bytes of the file. Objects in a pickle may be shared any number of times; this limits
+            the size of the result.
     """
     snapshot = {"segments": document} if isinstance(document, list) else document
     traces = snapshot.get("device_traces", []) if isinstance(snapshot, dict) else None
@@ -268,11 +271,11 @@ def parse_snapshot(
 
 
 class _Reader:
-    """Turns objects into columns; what does not fit is counted."""
+    """Converts objects to columns; invalid values are counted."""
 
     def __init__(self, path: str, max_rows: int | None) -> None:
         self._path, self._most, self._rows = path, max_rows, 0
-        self._by_list: dict[int, int] = {}  # lists of frames are shared, too
+        self._by_list: dict[int, int] = {}  # lists of frames are shared too
         self.odd = 0
         self._total = 0
         self.entries: list[list[Any]] = [[] for _ in SNAPSHOT_ENTRIES_SCHEMA]
@@ -285,7 +288,7 @@ class _Reader:
         self._stack: dict[tuple[int, ...], int] = {(): 0}
 
     def history(self, device: int, trace: Any) -> None:
-        """The entries of one device."""
+        """Adds the entries of one device."""
         if not isinstance(trace, list):
             self.odd += 1
             return
@@ -310,8 +313,8 @@ class _Reader:
             stacks.append(self.stack_of(entry.get("frames")))
 
     def segment(self, segment: Any) -> None:
-        """A segment with its blocks; older versions give no addresses of blocks, which follow one
-        another.
+        """Adds a segment with its blocks; older versions give no addresses of blocks, which are
+        contiguous.
         """
         if not isinstance(segment, dict):
             self.odd += 1
@@ -360,14 +363,14 @@ class _Reader:
             next_address += block_size
 
     def credible(self, size: Any) -> bool:
-        """Whether it is a size, and all sizes together are one."""
+        """Whether it is a valid size and the sum of all sizes stays valid."""
         if not _is_size(size) or self._total + size >= _MAX_INTEGER:
             return False
         self._total += size
         return True
 
     def stack_of(self, frames: Any) -> int:
-        """The number of a stack."""
+        """Returns the number of a stack."""
         if not frames or not isinstance(frames, list):
             return 0
         cached = self._by_list.get(id(frames))
@@ -377,12 +380,12 @@ class _Reader:
         try:
             key = tuple([known_frames[id(frame)] for frame in retained])
         except KeyError:
-            for frame in retained:  # the document keeps its object alive as long as the reader
+            for frame in retained:  # the document keeps its objects alive as long as the reader
                 if id(frame) in known_frames:
                     continue
                 location: StackFrame = ("", 0, "?")
                 if isinstance(frame, dict):
-                    # What is no text is not spelled out, since it may be huge.
+                    # Values that are not text are not converted, since they may be huge.
                     file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
                     location = (
                         file[:1000] if isinstance(file, str) else "",
@@ -404,7 +407,7 @@ class _Reader:
         return number
 
     def count(self, rows: int) -> None:
-        """Count what is made of the file.
+        """Counts rows built from the file.
 
         Raises:
             InputError: slug `pickle-damaged`: more than its size allows.

@@ -1,5 +1,5 @@
-"""Malformed stretches of `traceEvents`: every whole event is kept, what can be mended is, the rest
-is counted.
+"""Repairs malformed stretches of `traceEvents`: every whole event is kept, damaged ones are
+repaired where possible, and the rest is counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from traceloom.formats.resync import PARSE_ERRORS, EntryFormat, EntryRecovery, S
 
 _KEYS = ("ph", "name", "cat", "args", "pid", "tid", "ts", "dur", "id", "s", "bp")
 _KEY = b"|".join(key.encode() for key in _KEYS)
-# Between two events; the lookahead keeps most nested lists of objects out. What is cut wrongly is
-# joined again. At the end of a cut text the key may be cut too.
+# Between two events; the lookahead excludes most nested lists of objects. Wrong cuts are joined
+# again. At the end of a cut text the key may be cut too.
 BETWEEN = re.compile(
     rb'\}\s*,\s*(?=\{\s*(?:"(?:' + _KEY + rb')"\s*:|(?:"(?:[a-z]{0,4}"?)?)?\s*\Z))'
 )
@@ -32,7 +32,7 @@ EVENTS = EntryFormat(
 
 _LONE_SURROGATE = re.compile(rb"\\ud[89a-f][0-9a-f]{2}")
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
-# Good escapes are matched too, so that the second half of `\\` is not taken for the beginning of
+# Valid escapes are matched too, so that the second half of `\\` is not taken for the beginning of
 # another.
 _BACKSLASH = re.compile(r'\\(?P<good>["\\/bfnrt]|u[0-9a-fA-F]{4})?')
 _NO_VALUE = re.compile(
@@ -46,9 +46,9 @@ _CLOSES_ITEM = re.compile(r'"\s*(?:\]|,\s*["{\[\-0-9tfnN])')
 
 
 def find_complete_end(text: bytes) -> int | None:
-    """The end of the last whole object of a list that is cut; None where there is none.
+    """Returns the end of the last whole object of a list that is cut; None where there is none.
 
-    Brackets are counted outside of strings, so it is exact for well-formed text.
+    Brackets inside strings are not counted, so it is exact for well-formed text.
     """
     unescaped = _ESCAPED.sub(b"__", text)
     characters = np.frombuffer(unescaped, dtype=np.uint8)
@@ -76,7 +76,7 @@ class EventRecovery(EntryRecovery):
         self.lengths: list[int] = []
 
     def keep(self, entries: list[Any], spans: list[Span]) -> None:
-        """Keep entries with their spans; entries of one span share it."""
+        """Keeps entries with their spans; entries of one span share it."""
         if len(spans) != len(entries):
             spans = [(spans[0][0], spans[-1][1])] * len(entries)
         self.entries += entries
@@ -84,18 +84,20 @@ class EventRecovery(EntryRecovery):
         self.lengths += [end - start for start, end in spans]
 
     def take(self, start: int, end: int, spans: list[Span]) -> None:
-        """See `Recovery`."""
+        """See `EntryRecovery`."""
         entries, unexpected = decode_loosely(b"[" + self.text[start:end] + b"]")
         if unexpected:
             self._note("odd-values", start, unexpected)
         self.keep(entries, spans)
 
     def mend(self, start: int, end: int) -> int:
-        """Entries of one malformed piece, by ever bolder repairs; none where no repair helps."""
+        """Decodes the entries of one malformed piece, by increasingly aggressive repairs; none
+        where no repair helps.
+        """
         repaired = repair_event(self.text[start:end])
         if not repaired:
             return 0
-        # Lone surrogates (half of a pair, cut by a writer) cannot stand in UTF-8.
+        # UTF-8 cannot encode lone surrogates (half of a pair, cut by a writer).
         text = json.dumps(repaired).encode("utf-8", "replace")
         try:
             entries, _ = decode_loosely(text)
@@ -109,7 +111,9 @@ class EventRecovery(EntryRecovery):
 
 
 def repair_event(fragment: bytes, key: str = "ph") -> list[dict[str, Any]]:
-    """Entries of one malformed piece that have the key, as plain dicts, by ever bolder repairs."""
+    """Returns the entries of one malformed piece that have the key, as plain dicts, by increasingly
+    aggressive repairs.
+    """
 
     def finite(number: str) -> float | None:
         return value if math.isfinite(value := float(number)) else None
@@ -132,13 +136,13 @@ def repair_event(fragment: bytes, key: str = "ph") -> list[dict[str, Any]]:
 
 
 def _repair_escapes(text: str) -> str:
-    """A backslash that escapes nothing is meant as a backslash."""
+    """Escapes each backslash that begins no valid escape."""
     return _BACKSLASH.sub(lambda match: match[0] if match["good"] else r"\\", text)
 
 
 def _repair_values(text: str) -> str:
-    """Words that are no JSON values, and values that are missing, become null; spare commas go;
-    outside of strings.
+    """Replaces invalid words and missing values outside of strings by null, and removes surplus
+    commas.
     """
     parts = re.split(r'("(?:[^"\\]|\\.)*")', text)
     for index, part in enumerate(parts):
@@ -150,8 +154,8 @@ def _repair_values(text: str) -> str:
 
 
 def _repair_strings(text: str) -> str:
-    """Quotes inside strings get their backslash: a quote closes a string only where JSON can go on
-    after it.
+    """Escapes quotes inside strings: a quote closes a string only where JSON can
+    continue after it.
     """
     out: list[str] = []
     open_brackets: list[str] = []

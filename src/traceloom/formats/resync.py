@@ -1,8 +1,8 @@
-"""Finds the next whole entry in broken text; damage counted and told.
+"""Finds the next whole entry in damaged text; damage is counted and reported.
 
-Stretches that decode are taken at once. Where that fails, entry by entry; where no entry can be
-read, the next place is looked for at which one can. What lies between is mended, or counted as
-lost.
+Stretches that decode are taken at once. Where that fails, entries are read one by one; where no
+entry can be read, the next position at which one can is searched. Text in between is repaired, or
+counted as lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from traceloom.trace.notice import Notice, NoticeSeverity
 
 
 class _DamageKind(Struct, frozen=True):
-    """One kind of damage, and the sentence that tells it."""
+    """One kind of damage, and the sentence that describes it."""
 
     slug: str
     severity: NoticeSeverity
@@ -96,11 +96,11 @@ class _DamageCount(Struct):
 
 
 class DamageLog(Struct):
-    """Counts by slug, each with the place of its first case.
+    """Counts damage by slug, with the place of the first case of each.
 
     Attributes:
-        cases: What was counted.
-        entry: What one entry of the file's list is called.
+        cases: Count and first place by slug.
+        entry: Name of an entry of the file's list, for messages.
         list_key: The key of that list.
     """
 
@@ -109,18 +109,18 @@ class DamageLog(Struct):
     list_key: str = "traceEvents"
 
     def note(self, slug: str, location: str = "", count: int = 1) -> None:
-        """Count a case; the first place is kept."""
+        """Counts a case; the first place is kept."""
         case = self.cases.setdefault(slug, _DamageCount())
         case.count += count
         case.where = case.where or location
 
     def add(self, other: DamageLog) -> None:
-        """Count what was found in a later part of the file, too."""
+        """Adds the counts from a later part of the file."""
         for slug, case in other.cases.items():
             self.note(slug, case.where, case.count)
 
     def notices(self) -> list[Notice]:
-        """One notice per kind of damage."""
+        """Returns one notice per kind of damage."""
         notices = []
         for slug, case in self.cases.items():
             kind = _DAMAGE_KIND_BY_SLUG[slug]
@@ -140,7 +140,7 @@ class DamageLog(Struct):
 PARSE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 Span = tuple[int, int]
 
-# Numbers stay text: nobody looks at them, and a number of a thousand digits takes long.
+# Numbers stay text: they are not used, and parsing a number of a thousand digits takes long.
 _JSON_DECODER = json.JSONDecoder(strict=False, parse_int=str, parse_float=str)
 _OBJECT_START = re.compile(r'\{[ \t\r\n]*"')
 _BLANKS_OR_COMMAS = re.compile(r"[\s,\0]*")
@@ -149,24 +149,33 @@ _LIST_CONTINUES = re.compile(r"[\s,\]\0]*\{")
 _OBJECT_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _ERROR_BYTE_OFFSET = re.compile(r"\(byte (\d+)\)$")
 _LIST_END = re.compile(r'\}\s*(\])\s*(?:,\s*"[^"]{1,64}"\s*:|\}\s*$)')
-_JSON_LITERALS = ("true", "false", "null", "NaN", "Infinity", "-Infinity")  # where a cut one begins
-_INITIAL_WINDOW_CHARS = 1 << 13  # letters in which most entries end
-_MAX_END_CANDIDATES = 256  # brackets looked at for the one that closes the list
-_DEEP_NESTING = re.compile(r"(?:[^\[{]*[\[{]){256}")  # passed over where a value is nested too deep
-_MAX_REREADS = 32  # how often text is read in vain, on average; beyond, no entries are looked for inside of malformed ones
-_MAX_ENTRY_BYTES = 1 << 23  # bytes in which the end of a malformed entry is waited for
-_MAX_REPAIR_BYTES = 1 << 20  # bytes of an entry that is worth mending
+_JSON_LITERALS = (
+    "true",
+    "false",
+    "null",
+    "NaN",
+    "Infinity",
+    "-Infinity",
+)  # a cut text may end inside one
+_INITIAL_WINDOW_CHARS = 1 << 13  # characters within which most entries end
+_MAX_END_CANDIDATES = 256  # max brackets tried when looking for the one that closes the list
+_DEEP_NESTING = re.compile(r"(?:[^\[{]*[\[{]){256}")  # skipped where a value is nested too deep
+# Average number of fruitless rereads of the text; beyond it, no entries are searched inside of
+# malformed ones.
+_MAX_REREADS = 32
+_MAX_ENTRY_BYTES = 1 << 23  # max bytes to wait for the end of a malformed entry
+_MAX_REPAIR_BYTES = 1 << 20  # max bytes of an entry that is repaired
 
 
 class EntryFormat(Struct, frozen=True):
-    """What the entries of a list look like.
+    """The form of the entries of a list.
 
     Attributes:
         between: Matches between two entries, up to the bracket of the second.
         start: Matches the bracket and first key of an entry, as most writers write it.
         mark: Matches a key that every entry has once.
         keys: The keys of entries.
-        is_entry: Whether an object that stands where it need not be one is an entry.
+        is_entry: Whether an object at an ambiguous position is an entry.
     """
 
     between: re.Pattern[bytes]
@@ -181,29 +190,33 @@ class JsonScanner:
 
     Args:
         text: The text.
-        form: Of the entries that are looked for.
+        entry_format: The form of the entries to find.
     """
 
     def __init__(self, text: bytes, entry_format: EntryFormat) -> None:
-        self.letters = text.decode("latin-1")  # one letter per byte; the signs of JSON are ASCII
+        self.letters = text.decode(
+            "latin-1"
+        )  # one character per byte; JSON's own characters are ASCII
         self.open_at_end = ""
         self._entry_format = entry_format
         self._budget = _MAX_REREADS * len(text)
         self._failure_end = 0
-        self._is_too_deep = False  # what was tried last is nested too deep
+        self._is_too_deep = False  # the value tried last is nested too deep
 
     def skip_blanks(self, position: int) -> int:
-        """The first place from there on that is neither white nor a comma."""
+        """Returns the first position from there on that is neither white space nor a comma."""
         match = _BLANKS_OR_COMMAS.match(self.letters, position)
         return match.end() if match else position
 
     def value(self, position: int) -> tuple[Any, int] | None:
-        """The value at a place and where it ends; None if it is malformed.
+        """Returns the value at a position and its end; None if it is malformed.
 
-        `reaches_end` says whether it may go on behind the text: in a string ("text"), elsewhere
-        ("value"), or not ("").
+        `open_at_end` is set to whether it may continue after the text: in a string ("text"),
+        elsewhere ("value"), or not ("").
         """
-        size = _INITIAL_WINDOW_CHARS  # what a decoder says about a fault takes time in line with the text before and behind it
+        # The decoder's error messages take time in proportion to the text before and after the
+        # fault.
+        size = _INITIAL_WINDOW_CHARS
         while True:
             self.open_at_end = ""
             excerpt = self.letters[position : position + size]
@@ -236,47 +249,47 @@ class JsonScanner:
             size *= 8
 
     def find_next_entry(self, position: int) -> int | None:
-        """Where the next complete entry begins, from a position on."""
+        """Returns where the next complete entry begins, from a position on."""
         while opening := _OBJECT_START.search(self.letters, position):
             position = opening.start()
             parsed = self.value(position)
             if parsed is not None and self._entry_format.is_entry(parsed[0]):
                 return position
-            # A malformed entry may have swallowed those behind it, whole or not.
+            # A malformed entry may have swallowed those after it, whole or in part.
             self._failure_end = self._failure_end if parsed is None else parsed[1]
             position = self.choose_retry_position(position)
         return None
 
     def choose_retry_position(self, position: int) -> int:
-        """Where to try next, after nothing of use could be read at a place."""
+        """Returns the next position to try after nothing could be read at one."""
         self._budget -= self._failure_end - position
         jump = self._is_too_deep or self._budget < 0
         self._is_too_deep = False
         return max(position + 1, self._failure_end) if jump else position + 1
 
     def is_followed_by_entry(self, position: int) -> bool:
-        """Whether an entry follows, with nothing but closing brackets before it."""
+        """Whether an entry follows, with only closing brackets before it."""
         match = _CLOSERS_OR_BLANKS.match(self.letters, position)
         position = match.end() if match else position
         parsed = self.value(position) if _OBJECT_START.match(self.letters, position) else None
         return parsed is not None and self._entry_format.is_entry(parsed[0])
 
     def is_foreign_key(self, position: int) -> bool:
-        """Whether a key stands there that no entry has."""
+        """Whether there is a key at the position that no entry has."""
         match = _OBJECT_KEY.match(self.letters, position)
         return match is not None and match.group(1) not in self._entry_format.keys
 
     def is_entry_key(self, position: int) -> bool:
-        """Whether a key of entries stands there."""
+        """Whether there is a key of entries at the position."""
         match = _OBJECT_KEY.match(self.letters, position)
         return match is not None and match.group(1) in self._entry_format.keys
 
     def find_list_end(self, position: int, *, is_bare_list: bool) -> int | None:
-        """Where the bracket stands that closes the list, where nothing more of it follows.
+        """Returns the bracket that closes the list, if no more entries of it follow.
 
         Args:
-            position: From where on.
-            is_bare_list: Nothing stands around the list.
+            position: Where the search begins.
+            is_bare_list: The list is not inside an object.
         """
         text = self.letters.rstrip(" \t\r\n\0")
         if is_bare_list:
@@ -300,11 +313,11 @@ class EntryRecovery:
 
     Args:
         text: Entries separated by commas, and perhaps what follows the list.
-        base: Where it begins in the whole text, for the notices.
-        damage: Told what was repaired and what was lost.
-        form: What entries look like.
+        base_offset: Offset of `text` in the whole text, for the notices.
+        damage: Records what was repaired and what was lost.
+        entry_format: The form of the entries.
         last: No more text follows.
-        alone: Nothing stands around the list.
+        alone: The list is not inside an object.
         bounded: The list ends where the text does.
     """
 
@@ -331,7 +344,7 @@ class EntryRecovery:
         self._starts = [start for start, _ in self._spans]
 
     def take(self, start: int, end: int, spans: list[Span]) -> None:
-        """Decode whole entries and keep them.
+        """Decodes whole entries and keeps them.
 
         Raises:
             msgspec.DecodeError, UnicodeDecodeError, RecursionError: They are malformed.
@@ -339,13 +352,13 @@ class EntryRecovery:
         raise NotImplementedError
 
     def mend(self, start: int, end: int) -> int:
-        """Repair what should be one entry and keep what comes of it: how many."""
+        """Repairs one malformed entry and keeps the result; returns the number of entries kept."""
         raise NotImplementedError
 
     def run(self) -> tuple[int, bool]:
-        """Take all: (bytes used up, whether the list ended there).
+        """Recovers all entries: (bytes consumed, whether the list ended there).
 
-        What may go on behind the text is not used up.
+        An entry that may continue after the text is not consumed.
         """
         index_by_start = {start: span_index for span_index, start in enumerate(self._starts)}
         position, window = 0, len(self._spans)
@@ -360,9 +373,8 @@ class EntryRecovery:
                 else:
                     position, window = spans[-1][1], window * 4
                     continue
-                if (
-                    len(spans) > 1
-                ):  # next those before the fault, or half where its position is unknown
+                # Next those before the fault, or half where its position is unknown.
+                if len(spans) > 1:
                     good_count = len(spans) // 2
                     if error_offset is not None:
                         fault = spans[0][0] + error_offset - 1
@@ -379,8 +391,8 @@ class EntryRecovery:
         return len(self.text), self._is_final
 
     def _recover_at(self, position: int) -> tuple[int | None, bool]:
-        """Handle what is at one position: (where to go on, whether the list ended); None asks for
-        more text.
+        """Recovers at one position: (where to continue, whether the list ended); None requests more
+        text.
         """
         char, scanner = self.text[position : position + 1], self._scanner
         open_at_end = ""
@@ -399,7 +411,7 @@ class EntryRecovery:
                 ):
                     self._keep_whole_entry(position, end)
                     return end, False
-                # A whole object, which is the first part of an entry with a bracket too many.
+                # A whole object, the first part of an entry with a bracket too many.
                 if self._entry_format.is_entry(value):
                     self._keep_whole_entry(position, end)
                     self._note("stray-text", next_position)
@@ -415,13 +427,13 @@ class EntryRecovery:
         elif (char == b'"' and scanner.is_foreign_key(position)) or (
             char == b"}" and not self.text[position + 1 :].strip(b" \t\r\n\0")
         ):
-            self._note("damaged-metadata", position)  # the bracket of the list is gone
+            self._note("damaged-metadata", position)  # the closing bracket of the list is missing
             return position, True
         next_position = scanner.find_next_entry(position)
         if next_position is not None:
             self._repair_region(position, next_position)
             return next_position, False
-        # No entry follows what cannot be read.
+        # No entry follows the unreadable text.
         if not self._is_final:
             if open_at_end or len(self.text) - position < _MAX_ENTRY_BYTES:
                 return None, False
@@ -446,14 +458,16 @@ class EntryRecovery:
         return len(self.text), True
 
     def _keep_whole_entry(self, start: int, end: int) -> None:
-        """One whole entry, though its values may be what the decoder refuses."""
+        """Keeps one whole entry, even if the strict decoder refuses its values."""
         try:
             self.take(start, end, [(start, end)])
         except PARSE_ERRORS:
             self._repair_piece(start, end)
 
     def _repair_region(self, range_start: int, end: int) -> None:
-        """What cannot be read: it may hold several malformed entries, and each is dealt with alone."""
+        """Repairs an unreadable region, which may hold several malformed entries; each is repaired
+        separately.
+        """
         first, after_last = bisect_right(self._starts, range_start), bisect_left(self._starts, end)
         starts = {range_start, *self._starts[first:after_last]}
         starts |= {
@@ -470,7 +484,7 @@ class EntryRecovery:
             if fragment.strip(b" \t\r\n,\0"):
                 self._note("stray-text", start)
             return
-        # No repair adds brackets.
+        # Repairs add no brackets.
         repaired_count = (
             self.mend(start, start + len(fragment))
             if fragment.endswith(b"}") and len(fragment) < _MAX_REPAIR_BYTES
@@ -486,14 +500,14 @@ class EntryRecovery:
 
 
 def parse_error_offset(error: Exception) -> int | None:
-    """The byte at which the decoder gave up, where it says so."""
+    """Returns the byte at which the decoder stopped, if the error states it."""
     match = _ERROR_BYTE_OFFSET.search(str(error))
     return int(match.group(1)) if match else None
 
 
 def split_spans(boundary: re.Pattern[bytes], text: bytes) -> list[Span]:
-    """Where each piece between two boundaries begins and ends; a boundary begins with the bracket
-    of the piece.
+    """Returns where each piece between two boundaries begins and ends; a boundary begins with the
+    bracket of the piece.
     """
     spans, start = [], 0
     for match in boundary.finditer(text):

@@ -1,7 +1,7 @@
-"""Stacks, allocations and telemetry that lie beside the traces of a capture; what is damaged is
-left out and counted.
+"""Reads stacks, allocations and telemetry beside the traces of a capture; damaged entries are
+omitted and counted.
 
-They are known by their names: beside `rank0.kineto.json.gz` lie `rank0.stacks.json.gz`,
+They are found by name: beside `rank0.kineto.json.gz` are `rank0.stacks.json.gz`,
 `rank0.allocations.json.gz` and `HOST.telemetry.json.gz`.
 """
 
@@ -76,9 +76,7 @@ class _TelemetryFile(Struct):
 
 
 class _AllocationsHead(Struct):
-    """The content of an allocations file, as far as it is read here: its stacks are for `traceloom
-    memory`.
-    """
+    """The part of an allocations file that is read here; its stacks are for `traceloom memory`."""
 
     format: str
     version: int
@@ -101,7 +99,9 @@ _File = TypeVar("_File", _StacksFile, _TelemetryFile, _AllocationsHead)
 
 
 def read_stacks(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
-    """The stack samples beside these traces (`model.beside`), and what was wrong with them."""
+    """Returns the stack samples beside these traces (`model.beside`), and notices about
+    problems.
+    """
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
         document = _decode_file(path, _StacksFile, "traceloom-stacks")
@@ -143,7 +143,7 @@ def read_stacks(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
 
 
 def read_allocations(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
-    """The allocations beside these traces (`model.beside`), and what was wrong with them."""
+    """Returns the allocations beside these traces (`model.beside`), and notices about problems."""
 
     def read(path: Path, rank: int | None) -> tuple[pl.DataFrame, int]:
         document = _decode_file(path, _AllocationsHead, "traceloom-allocations")
@@ -176,9 +176,9 @@ def _read_sidecars(
     *,
     slug: str,
 ) -> tuple[pl.DataFrame, list[Notice]]:
-    """What lies beside the trace of each rank.
+    """Reads the file beside the trace of each rank.
 
-    `read` gives its rows and how many cannot be right.
+    `read` returns its rows and how many are invalid.
     """
     frames, notices = [empty], []
     for trace in traces:
@@ -197,7 +197,7 @@ def _read_sidecars(
             message = f"{subject} cannot be read and left out: {error}"
             notices.append(Notice(slug, "warning", message, rank=trace.rank, where=str(sidecar)))
             continue
-        # The clock of the capture joins hosts whose clocks differ.
+        # The clock of the capture aligns hosts whose clocks differ.
         frames.append(
             frame.with_columns(pl.col("time_ns") + get_clock_offset_ns(trace.meta.capture))
         )
@@ -210,8 +210,8 @@ def _read_sidecars(
 
 
 def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]:
-    """The telemetry in the directories of these traces (`model.beside`), and what was wrong with
-    it.
+    """Returns the telemetry in the directories of these traces (`model.beside`), and notices about
+    problems.
     """
     frames, notices = [make_empty_telemetry()], []
     traces = [trace for trace in traces if ".kineto" in Path(trace.meta.path).name]
@@ -246,7 +246,7 @@ def read_telemetry(traces: Iterable[Trace]) -> tuple[pl.DataFrame, list[Notice]]
 
 
 def _decode_file(path: Path, kind: type[_File], name: str) -> _File:
-    """Raises OSError, ValueError or InputError where it is no such file."""
+    """Raises OSError, ValueError or InputError where it is not such a file."""
     with open_regular(path) as file:
         unpacked = GzipStream(file)
         text = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Steps: where one iteration ends and the next begins, and how that is known."""
+"""Finds steps: where each iteration begins and ends, and the evidence for that."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from traceloom.trace.trace import REQUEST, SCHEMAS, make_empty_frame
 NO_STEP = -(2**31)
 _MIN_OCCURRENCES = 3  # occurrences that make an annotation regular
 _MIN_COVER = 0.5  # of the host's window, from the first to the last of them
-_MAX_VARIATION = 0.5  # standard deviation of the distances over their mean
+_MAX_VARIATION = 0.5  # standard deviation of the intervals over their mean
 _PROFILER = r"^ProfilerStep#\s*(\d+)$"
 _NUMBERED_PREFIXES = ("ProfilerStep#", "traceloom.step#")
 _MARK = r"^traceloom\.step#\s*(\d+)$"
-_OPTIMIZER = "Optimizer.step#"  # of every optimizer of PyTorch, while the profiler runs
+_OPTIMIZER = "Optimizer.step#"  # of every PyTorch optimizer, while the profiler runs
 _EXCLUDED_NAMES = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
-# Requests: bursts of work between waits, of a program that has no steps, such as a server.
-_MIN_REQUESTS = 5  # requests that make a server
-_MIN_GAP_NS = 200_000  # between two
-_MIN_GAP_RATIO = 4.0  # times as long as the pauses inside of them
-_ALIKE, _OFTEN = 0.6, 0.1  # of them begin alike: with operators with which so many begin
-_MAX_RUNNING = 0.8  # of the window that the threads of a program run that waits for requests
+# Requests: bursts of work between waits, in a program without steps, such as a server.
+_MIN_REQUESTS = 5  # min number of requests
+_MIN_GAP_NS = 200_000  # between two requests
+_MIN_GAP_RATIO = 4.0  # min ratio to the pauses inside of requests
+# Share of the requests that begin alike: with operators that begin at least the second share.
+_ALIKE, _OFTEN = 0.6, 0.1
+# Max share of the window that the threads of a program that waits for requests run.
+_MAX_RUNNING = 0.8
 
 
 def find_steps(
@@ -38,7 +40,7 @@ def find_steps(
     capture: dict[str, Any] | None = None,
     path: str = "",
 ) -> tuple[pl.DataFrame, list[Notice]]:
-    """The `steps` frame and what must be said about it.
+    """Returns the `steps` frame and notices about it.
 
     `ProfilerStep#N`, else our own marks `traceloom.step#N` (the step N starts at its mark, the last
     mark closes the last step), else the most regular host annotation, or the ends of the
@@ -48,9 +50,9 @@ def find_steps(
     Args:
         events: The events in time order.
         lanes: Their lanes.
-        texts: All different texts of the file, names among them.
+        texts: All distinct texts of the file, including names.
         capture: This rank's part of capture.json.
-        path: Of the trace.
+        path: Path of the trace.
     """
     hosts = lanes.filter(pl.col("kind") == "host")["lane"]
     on_host = pl.col("lane").is_in(hosts.implode())
@@ -84,7 +86,7 @@ def find_steps(
         f"there are no steps; {requests.height} bursts of work between waits, most of which begin alike, are taken as "
         "requests, and looked at as steps"
     )
-    # Between two requests there is no step.
+    # There is no step between two requests.
     numbered = requests.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
     return _build_frame(numbered, REQUEST), [
         Notice("requests-assumed", "info", text, requests.height)
@@ -92,7 +94,7 @@ def find_steps(
 
 
 def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps from numbered spans of the thread that has most of them."""
+    """Builds steps from numbered spans of the thread that has most of them."""
     lane = spans["lane"].value_counts(sort=True)["lane"][0]
     spans = (
         spans.filter(pl.col("lane") == lane)
@@ -136,12 +138,12 @@ def _build_frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
 def _find_regular_steps(
     annotations: pl.DataFrame, events: pl.DataFrame
 ) -> tuple[pl.DataFrame, list[Notice]]:
-    """Steps from the annotation that comes most regularly and covers most of the window; names may
+    """Finds steps by the annotation that is most regular and covers most of the window; names may
     hold numbers.
 
     Where its spans enclose no step of the optimizer, as those of `DistributedDataParallel.forward`,
     of which there are several in a step that accumulates gradients, a step ends with the
-    optimizer's.
+    optimizer's step.
 
     Args:
         annotations: Those of the host.
@@ -168,12 +170,12 @@ def _find_regular_steps(
         covers = end[-1] - start[0] >= _MIN_COVER * window
         if (start[1:] < end[:-1]).any() or variation > _MAX_VARIATION or not covers:
             continue
-        # Share of the window inside the spans, less their variation.
+        # Share of the window inside the spans, minus their variation.
         score = float((end - start).sum()) / window * (1 - variation)
         if best is None or score > best[0]:
             best = (score, group)
     optimizer_steps = _find_optimizer_steps(annotations, events, first, window)
-    encloses = False  # each end of such a step lies inside of one of the spans, another one each
+    encloses = False  # each end of such a step lies inside of a different one of the spans
     if (
         optimizer_steps is not None
         and best is not None
@@ -210,12 +212,11 @@ def _find_regular_steps(
 def _find_optimizer_steps(
     annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int
 ) -> pl.DataFrame | None:
-    """Steps that end with a step of the optimizer; None where there are none, or they come in no
-    order.
+    """Finds steps that end with a step of the optimizer; None where there are none, or they are
+    irregular.
 
-    Of several optimizers the one that is called least counts, and of those the last. The first step
-    begins with the
-    recording: it is whole where it has as many operators as others.
+    Of several optimizers the one with the fewest calls is used, and of those the last. The first
+    step begins with the recording: it is complete if it has as many operators as others.
     """
     calls = annotations.filter(pl.col("name").str.starts_with(_OPTIMIZER))
     groups = [group for _, group in calls.group_by("name", "lane", maintain_order=True)]
@@ -247,17 +248,18 @@ def _find_optimizer_steps(
 def _find_requests(
     events: pl.DataFrame, hosts: pl.Series, capture: dict[str, Any] | None, path: str
 ) -> pl.DataFrame:
-    """Requests of a program that waits between them, by the processor time of its threads.
+    """Finds requests of a program that waits between them, by the processor time of its threads.
 
     Args:
         events: The events in time order.
         hosts: Lanes of the host.
-        capture: This rank's part of capture.json; without samples of processor time nobody knows that it waited.
+        capture: This rank's part of capture.json; without samples of processor time, waiting cannot
+            be detected.
         path: Of the trace.
 
     Returns:
         `name`, `start_ns`, `end_ns` of each; no row where the program does not wait, or no requests
-        are seen.
+        are found.
     """
     nothing = pl.DataFrame(schema={"name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64})
     samples = parse_thread_clocks(capture, path)
@@ -270,7 +272,7 @@ def _find_requests(
     ).select("start_ns", "nested_end_ns", "name")
     if roots.height < _MIN_REQUESTS:
         return nothing
-    # A program that waits hardly runs, all its threads together.
+    # All threads of a waiting program together hardly run.
     ran = sum(int(thread.ran_ns[-1] - thread.ran_ns[0]) for thread in samples.values())
     sampled_start = min(int(thread.time_ns[0]) for thread in samples.values())
     sampled_end = max(int(thread.time_ns[-1]) for thread in samples.values())
@@ -282,8 +284,8 @@ def _find_requests(
         np.maximum.accumulate(roots["nested_end_ns"].to_numpy()),
     )
     pause = start[1:] - reached[:-1]
-    # The pauses fall into two groups, one far longer than the other: those between requests and
-    # those inside.
+    # The pauses fall into two groups, one far longer than the other: between requests and inside of
+    # them.
     ordered = np.sort(pause[pause > 0])
     if ordered.size < _MIN_REQUESTS:
         return nothing
@@ -291,9 +293,8 @@ def _find_requests(
     count = np.arange(1, logs.size)
     lower_mean = np.cumsum(logs)[:-1] / count
     upper_mean = (logs.sum() - np.cumsum(logs)[:-1]) / (logs.size - count)
-    between = (
-        count * (logs.size - count) * (upper_mean - lower_mean) ** 2
-    )  # the split with which both groups vary least
+    # The split that minimizes the variance of both groups.
+    between = count * (logs.size - count) * (upper_mean - lower_mean) ** 2
     split = int(np.argmax(between))
     short_pause, long_pause = np.median(ordered[: split + 1]), np.median(ordered[split + 1 :])
     if long_pause < max(_MIN_GAP_RATIO * short_pause, _MIN_GAP_NS):
@@ -303,15 +304,14 @@ def _find_requests(
     often = names.value_counts(sort=True).filter(pl.col("count") >= _OFTEN * first.size)
     if first.size < _MIN_REQUESTS or often["count"].sum() < _ALIKE * first.size:
         return nothing
-    first = first[
-        names.is_in(often["name"].implode()).to_numpy()
-    ]  # the system may have interrupted one in its midst
+    # The system may have interrupted a request midway.
+    first = first[names.is_in(often["name"].implode()).to_numpy()]
     last = np.append(first[1:], start.size) - 1
     return pl.DataFrame({"name": "request", "start_ns": start[first], "end_ns": reached[last]})
 
 
 def locate_steps(steps: pl.DataFrame, time_ns: Ints) -> Ints:
-    """The step that holds each time; `NO_STEP` outside."""
+    """Returns the step that contains each time; `NO_STEP` outside."""
     if not steps.height:
         return np.full(len(time_ns), NO_STEP, dtype=np.int64, like=time_ns)
     index = np.searchsorted(steps["start_ns"].to_numpy(), time_ns, side="right") - 1
@@ -321,8 +321,8 @@ def locate_steps(steps: pl.DataFrame, time_ns: Ints) -> Ints:
 
 
 def assign_steps(steps: pl.DataFrame, start: Ints, launch: Ints, is_work: Any) -> Ints:
-    """The step of each event: of its start on the host; of its launch for GPU work, none without a
-    launch.
+    """Returns the step of each event: on the host by its start; for GPU work by its launch, none
+    without a launch.
     """
     step = locate_steps(steps, start)
     return np.where(is_work, np.where(launch >= 0, step[launch], NO_STEP), step)

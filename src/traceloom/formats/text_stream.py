@@ -1,4 +1,4 @@
-"""Text of an input in pieces: encodings, gzip, windows."""
+"""Reads the text of an input in pieces: encodings, gzip, windows."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _TraceFile(GzipStream):
     """The unpacked bytes of a trace."""
 
     READ = 1 << 16
-    PIECE = 1 << 19  # what fits the processor's caches is decoded fastest
+    PIECE = 1 << 19  # the size that fits the processor's caches decodes fastest
     MOST_EXPANSION = 250  # real traces stay below 60
     BOMB_BYTES = 1 << 28
 
 
 def open_input(path: str | Path) -> BinaryIO:
-    """The bytes of a file, or of standard input for `-`.
+    """Opens a file, or standard input for `-`.
 
     Raises:
-        InputError: `unreadable` (missing, forbidden, no file).
+        InputError: `unreadable` (missing, forbidden, not a file).
     """
     return sys.stdin.buffer if str(path) == "-" else open_file(path)
 
@@ -48,17 +48,18 @@ def read_text_pieces(
     step: ProgressCallback | None = None,
     observer: TextObserver | None = None,
 ) -> Iterator[bytes]:
-    """The decompressed text in pieces; decompression runs one batch ahead in a thread, beside the
-    decoding.
+    """Yields the decompressed text in pieces; decompression runs one batch ahead in a thread, in
+    parallel with decoding.
 
     Args:
         stream: The file.
-        damage: Told about a cut or corrupt gzip; what came before the fault is given all the same.
+        damage: Records a cut or corrupt gzip; the text before the fault is yielded nevertheless.
         step: Called with (bytes read from the file, bytes of text so far).
-        observer: Called with all text in order, some of it long before it is given here; in that thread if there is one.
+        observer: Called with all text in order, some of it long before it is yielded; in that
+            thread if there is one.
 
     Raises:
-        InputError: `gzip-bomb`, where the text grows out of all proportion.
+        InputError: `gzip-bomb`, where the text is disproportionately large.
     """
     file = _TraceFile(stream, step)
     chunks = _decompress(file, damage)
@@ -77,8 +78,8 @@ def read_text_pieces(
 def read_first_pieces(
     stream: BinaryIO, damage: DamageLog, observer: TextObserver | None = None
 ) -> Iterator[bytes]:
-    """As `text_pieces`, for who wants the beginning only: no more is decompressed than is asked
-    for.
+    """As `read_text_pieces`, for reading only the beginning: no more is decompressed than
+    requested.
     """
     yield from _observe_pieces(_convert_to_utf8(_decompress(_TraceFile(stream), damage)), observer)
 
@@ -98,7 +99,7 @@ def _decompress(file: GzipStream, damage: DamageLog) -> Iterator[bytes]:
 
 
 def _join_chunks(chunks: Iterator[bytes], min_bytes: int) -> Iterator[bytes]:
-    """Chunks of any size joined to pieces of at least so many bytes."""
+    """Joins chunks of any size to pieces of at least `min_bytes`."""
     waiting: list[bytes] = []
     size = 0
     for chunk in chunks:
@@ -112,7 +113,7 @@ def _join_chunks(chunks: Iterator[bytes], min_bytes: int) -> Iterator[bytes]:
 
 
 def _convert_to_utf8(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """UTF-8 without a byte order mark, from UTF-8 or UTF-16 with one."""
+    """Yields UTF-8 without a byte order mark, from UTF-8 or UTF-16 with one."""
     first = next(chunks, b"")
     if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         decoder: Any = codecs.getincrementaldecoder("utf-16")(errors="replace")
@@ -128,7 +129,7 @@ _BLANK = re.compile(rb"[\s,]*")
 
 
 class TextBuffer:
-    """What readers of large texts share.
+    """Buffer and position of readers of large texts.
 
     Attributes:
         size: Bytes of text read so far.
@@ -137,12 +138,12 @@ class TextBuffer:
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self.size = 0
         self._pieces = chunks
-        self._text = b""  # what is read and not yet used up
-        self._base = 0  # byte of the text at which it begins
+        self._text = b""  # text that is read and not yet consumed
+        self._base = 0  # offset of `_text` in the whole text
         self._ended = False
 
     def _fill(self, count: int) -> bool:
-        """Have `count` bytes at hand, unless the text ends before; False at its end."""
+        """Buffers at least `count` bytes, unless the text ends before; False at its end."""
         parts, have = [self._text] if self._text else [], len(self._text)
         while have < count and not self._ended:
             chunk = next(self._pieces, None)
@@ -160,16 +161,16 @@ class TextBuffer:
         self._base += count
 
     def _skip_blank(self) -> None:
-        """Go behind white space and commas."""
+        """Skips white space and commas."""
         if blank := _BLANK.match(self._text):
             self._skip(blank.end())
 
     def _last_boundary(self, between: re.Pattern[bytes], ahead: int) -> int | None:
-        """The end of the last whole entry at hand, behind its bracket.
+        """Returns the end of the last whole entry in the buffer, after its bracket.
 
         Args:
             between: Matches between two entries, from the bracket of the first.
-            ahead: Bytes that a match may be long.
+            ahead: Max bytes of a match.
         """
         low = len(self._text)
         while low > 0:
@@ -186,11 +187,13 @@ Places = NDArray[np.int64]
 
 _BRACE = ord("}")
 _WHITE = np.isin(np.arange(256), list(b" \t\r\n"))
-_MAX_BLANKS = 64  # between two entries; with more, the decoder is asked
+_MAX_BLANKS = 64  # max white space between two entries; beyond it, the decoder locates entries
 
 
 class BraceIndex:
-    """Where closing braces stand in a text, found as it is read; before `begin` nobody asks."""
+    """Positions of closing braces in a text, found as it is read; those before `start` are not
+    needed.
+    """
 
     def __init__(self, start: int = 0) -> None:
         self._begin = start
@@ -198,7 +201,7 @@ class BraceIndex:
         self._found: deque[Places] = deque()
 
     def look(self, text: bytes) -> None:
-        """The next part of the text."""
+        """Adds the next part of the text."""
         if self._seen + len(text) > self._begin:
             self._found.append(
                 np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen
@@ -206,7 +209,9 @@ class BraceIndex:
         self._seen += len(text)
 
     def between(self, low: int, high: int) -> Places:
-        """The places from `low` up to `high`, counted from `low`; those before are forgotten."""
+        """Returns the positions from `low` up to `high`, relative to `low`; earlier ones are
+        forgotten.
+        """
         while self._found and (not self._found[0].size or self._found[0][-1] < low):
             self._found.popleft()
         parts = list(
@@ -220,24 +225,25 @@ class BraceIndex:
 
 
 def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Places]:
-    """Where each of the `count` entries begins in the text, and their lengths.
+    """Returns where each of the `count` entries begins in the text, and their lengths.
 
-    All boundaries are among the places that look like one, so an equal number of them are the
-    boundaries.
+    All boundaries are among the apparent ones, so if their number is equal they are the boundaries.
 
     Args:
-        text: Entries between commas, which could be decoded; it begins with the first.
-        count: How many there are.
-        braces: Where `}` stands in the text.
+        text: Decodable entries separated by commas; it begins with the first.
+        count: Number of entries.
+        braces: Positions of `}` in the text.
     """
     if not count:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    # Where a bracket closes and, behind a comma, the next one opens.
+    # A bracket closes and, after a comma, the next one opens.
     characters, size = np.frombuffer(text, dtype=np.uint8), len(text.rstrip())
     entry_ends = starts = braces[braces < size - 1]
     for sign in b",{":
         starts = starts + 1
-        for _ in range(_MAX_BLANKS):  # the next sign that is not white; there is one
+        for _ in range(
+            _MAX_BLANKS
+        ):  # skip to the next character that is not white space; there is one
             white = _WHITE[characters[starts]]
             if not white.any():
                 break
@@ -253,7 +259,7 @@ def locate_entries(text: bytes, count: int, braces: Places) -> tuple[Places, Pla
 
 
 def _locate_by_decoding(text: bytes) -> tuple[Places, Places]:
-    """The same by asking the decoder for each entry's own bytes: slow, whatever stands inside the
+    """As `locate_entries`, by decoding each entry's raw bytes: slow, but correct for any content of
     entries.
     """
     raws = msgspec.json.decode(b"[" + text + b"]", type=list[msgspec.Raw])

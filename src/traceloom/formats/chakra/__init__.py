@@ -1,1 +1,1 @@
-"""Chakra files: read, write, decode, encode."""
+"""Reading, writing, decoding and encoding of Chakra files."""

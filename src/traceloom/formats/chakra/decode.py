@@ -1,4 +1,4 @@
-"""Many messages decoded at once into columns.
+"""Decodes many messages at once into columns.
 
 The opposite of `traceloom.formats.chakra.encode`.
 """
@@ -21,12 +21,12 @@ from traceloom.formats.chakra.files import Block
 from traceloom.trace.array_types import Ints
 
 _PADDING = 32  # reading a little past the last message must find bytes
-_FEW_MESSAGES = 24  # so few messages are faster one by one
+_FEW_MESSAGES = 24  # up to so many messages are faster one by one
 _MAX_SHIFT = 63
 
 
 class DamageError(ValueError):
-    """A message is not what the protobuf encoding allows; `row` is which."""
+    """A message violates the protobuf encoding; `row` is its number."""
 
     def __init__(self, row: int) -> None:
         super().__init__("a value breaks the encoding")
@@ -35,7 +35,7 @@ class DamageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Bytes that can be looked at from any place in steps of 1, 4 and 8."""
+    """Bytes that can be read from any place as units of 1, 4 and 8 bytes."""
 
     data: bytes
     bytes: Bytes
@@ -57,10 +57,10 @@ def build_buffer(data: bytes) -> Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Fields of messages, those of a message together and in their order.
+    """Fields of messages, grouped by message and in their order.
 
     Attributes:
-        row: Which message.
+        row: Number of the message.
         number: Field number.
         kind: Wire type.
         value: Of a number: its bits; of a length-delimited field: its length.
@@ -74,7 +74,7 @@ class Fields:
     begin: Ints
 
     def where(self, flags: NDArray[np.bool_]) -> Fields:
-        """Some of the fields."""
+        """Returns the fields where the flags are set."""
         indices = np.flatnonzero(flags)
         return Fields(
             self.row[indices],
@@ -85,20 +85,20 @@ class Fields:
         )
 
     def numbered(self, number: int, kind: int) -> Fields:
-        """The fields of a number, as far as they have the wire type that it should have."""
+        """Returns the fields of a number that have the expected wire type."""
         return self.where((self.number == number) & (self.kind == kind))
 
 
 def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
-    """The fields of all messages.
+    """Returns the fields of all messages.
 
     Args:
         source: The bytes.
         starts: Where each message begins.
-        stops: Where it ends.
+        stops: Where each message ends.
 
     Raises:
-        DamageError: A message breaks the encoding, or a field goes past its end.
+        DamageError: A message violates the encoding, or a field extends beyond its end.
     """
     steps: list[Fields] = []
     rows = np.flatnonzero(starts < stops)
@@ -113,7 +113,7 @@ def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
         np.concatenate([last.row, *(step.row for step in steps)]), minlength=len(starts)
     )
     first = np.cumsum(counts) - counts
-    # The n-th step holds the n-th field of its messages; what was left is in order already.
+    # The n-th step holds the n-th field of its messages; the remaining ones are in order already.
     positions = [first[step.row] + number for number, step in enumerate(steps)]
     within = np.arange(len(last.row))  # 0, 1, 2, ... in each run of equal rows
     within[1:] -= np.maximum.accumulate(np.where(last.row[1:] != last.row[:-1], within[1:], 0))
@@ -130,7 +130,7 @@ def decode_fields(source: Buffer, starts: Ints, stops: Ints) -> Fields:
 def _decode_next_fields(
     source: Buffer, rows: Ints, offset: Ints, stop: Ints
 ) -> tuple[Fields, Ints]:
-    """The next field of each message, and where the one after it begins."""
+    """Returns the next field of each message, and where the following one begins."""
     key, offset = _decode_varints(source, rows, offset)
     kind, number = key & 7, key >> 3
     value, start = np.zeros(len(rows), np.int64), offset.copy()
@@ -157,7 +157,7 @@ def _decode_next_fields(
 
 
 def _decode_varints(source: Buffer, rows: Ints, offset: Ints) -> tuple[Ints, Ints]:
-    """The varint at each position, and where it ends."""
+    """Returns the varint at each position, and where it ends."""
     last = len(source.bytes) - 1
     byte = source.bytes[np.minimum(offset, last)]
     value = (byte & 127).astype(np.uint64)
@@ -213,10 +213,10 @@ def _decode_varint(data: bytes, offset: int, row: int) -> tuple[int, int]:
 
 
 def decode_packed(source: Buffer, start: Ints, length: Ints) -> tuple[Ints, Ints]:
-    """Packed varints: how many each run of bytes holds, and all of them.
+    """Decodes packed varints: how many each run of bytes holds, and all values concatenated.
 
     Raises:
-        DamageError: A run does not end with the end of a number, or has one of more than ten bytes.
+        DamageError: A run ends inside a number, or has a number of more than ten bytes.
     """
     run_ends = np.cumsum(length)
     total = int(run_ends[-1]) if len(run_ends) else 0
@@ -239,16 +239,16 @@ def decode_packed(source: Buffer, start: Ints, length: Ints) -> tuple[Ints, Ints
 
 
 def decode_zigzag(values: Ints) -> Ints:
-    """Numbers from the form that `sint64` has on the wire."""
+    """Decodes numbers from the zigzag encoding of `sint64`."""
     unsigned = values.view(np.uint64)
     return (unsigned >> np.uint64(1)).view(np.int64) ^ -(values & 1)
 
 
 class NameIndex:
-    """Finds which of some known names (of at most 24 bytes) stands at a place.
+    """Finds which of the known names (of at most 24 bytes) is at a place.
 
     Args:
-        known: The names; their positions are the answers.
+        names: The names; their positions are the results.
     """
 
     _FACTORS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -265,8 +265,8 @@ class NameIndex:
             raise ValueError("two names cannot be distinguished")
 
     def find(self, source: Buffer, start: Ints, length: Ints) -> Ints:
-        """The number of the name at each place, or -1; by 64 bits of hash, so that no other name is
-        taken for it.
+        """Returns the number of the name at each place, or -1; compares 64 bits of hash, so that no
+        other name is mistaken for it.
         """
         hashes = self._hashes(source, start, np.minimum(length, 25))
         slot = np.minimum(np.searchsorted(self._hashed, hashes), len(self._hashed) - 1)
@@ -278,7 +278,7 @@ class NameIndex:
             word_bytes = np.clip(length - 8 * number, 0, 8)
             index = np.minimum(start + 8 * number, len(source.words) - 1)
             word: Any = source.words[index]
-            # A shift by 64 is undefined, so that 8 bytes are kept in two shifts.
+            # A shift by 64 is undefined, so the removal of 8 bytes takes two shifts.
             dropped_bits = np.uint64(8) * (np.uint64(8) - word_bytes.astype(np.uint64))
             half = dropped_bits >> np.uint64(1)
             word = (word << half << (dropped_bits - half)) >> half >> (dropped_bits - half)
@@ -289,10 +289,10 @@ class NameIndex:
 
 
 def decode_texts(source: Buffer, starts: Ints, length: Ints) -> list[str]:
-    """The UTF-8 texts at some places; equal ones are one object.
+    """Returns the UTF-8 texts at given places; equal ones are one object.
 
     Raises:
-        DamageError: One of them is no UTF-8.
+        DamageError: One of them is not UTF-8.
     """
     interned: dict[bytes, str] = {}
     out: list[str] = []
@@ -340,13 +340,13 @@ class NodeColumns:
 
     Attributes:
         source: The bytes.
-        id: As bits: ids beyond 2**63 look negative.
+        id: Bit pattern as int64: ids of 2**63 and above are negative.
         type: As written, known or not.
-        start_us: As bits.
-        duration_us: As bits.
+        start_us: Bit pattern as int64.
+        duration_us: Bit pattern as int64.
         names: Name of each node.
-        control: Control dependencies, as bits.
-        data: Data dependencies, as bits.
+        control: Control dependencies, as bit patterns.
+        data: Data dependencies, as bit patterns.
         inputs: IOInfo fields 1, 2 and 3 (row and text).
         outputs: As `inputs`.
     """
@@ -367,15 +367,15 @@ class NodeColumns:
         return len(self.id)
 
     def has(self, name: str) -> NDArray[np.bool_]:
-        """Which nodes have the attribute, with or without a value."""
+        """Returns which nodes have the attribute, with or without a value."""
         flags = np.zeros(len(self), np.bool_)
         if name in self.attributes:
             flags[self.attributes[name].row] = True
         return flags
 
     def numbers(self, name: str) -> pl.Series:
-        """A whole number per node, whichever whole type it is written as; null where it is absent
-        or another type.
+        """Returns an integer per node, of any integer type; null where it is absent or of another
+        type.
         """
         values, present = np.zeros(len(self), np.int64), np.zeros(len(self), np.bool_)
         if (attribute := self.attributes.get(name)) is not None:
@@ -390,7 +390,7 @@ class NodeColumns:
         return pl.Series(name, values).set(pl.Series(~present), None)
 
     def strings(self, name: str) -> pl.Series:
-        """A text per node; null where it is absent or no text."""
+        """Returns a text per node; null where it is absent or not a text."""
         attribute = self.attributes.get(name)
         out: list[str | None] = [None] * len(self)
         if attribute is not None:
@@ -401,7 +401,9 @@ class NodeColumns:
         return pl.Series(name, out, dtype=pl.String)
 
     def lists(self, name: str, member: str) -> RaggedColumn:
-        """A list of whole numbers of the nodes that have it; lists of another type are absent."""
+        """Returns the lists of integers of the nodes that have one; lists of another type count as
+        absent.
+        """
         attribute = self.attributes.get(name)
         if attribute is None:
             return RaggedColumn(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -435,8 +437,8 @@ class Decoder:
     """Turns blocks into columns.
 
     Args:
-        names: The attributes that are asked for, at most 24 bytes each.
-        where: The file, for errors.
+        names: The requested attributes, at most 24 bytes each.
+        where: The file, for error messages.
     """
 
     def __init__(self, names: Iterable[str], where: str) -> None:
@@ -445,7 +447,7 @@ class Decoder:
         self._where = where
 
     def columns(self, blocks: Iterable[Block]) -> Iterator[NodeColumns]:
-        """The columns of each block.
+        """Yields the columns of each block.
 
         Raises:
             InputError: `chakra-damaged`.
@@ -454,7 +456,7 @@ class Decoder:
             try:
                 columns = self._columns(block)
             except DamageError as error:
-                # The library may refuse one message alone; else it is one of the block.
+                # The library may refuse one message alone; otherwise the whole block is at fault.
                 first, last = block.first, block.first + len(block) - 1
                 start, end = block.at + block.starts[0], block.at + block.stops[-1]
                 number = 0
@@ -491,7 +493,7 @@ class Decoder:
             strict=True,
         ):
             names[row] = text
-        # The attributes that are asked for, of all nodes.
+        # The requested attributes of all nodes.
         messages = parsed.numbered(10, DELIMITED)
         inner = decode_fields(source, messages.begin, messages.begin + messages.value)
         attribute_names = inner.numbered(1, DELIMITED)
@@ -537,7 +539,7 @@ def _extract_numbers(parsed: Fields, number: int, count: int) -> Ints:
 
 
 def _decode_dependencies(source: Buffer, parsed: Fields, number: int) -> RaggedColumn:
-    """Numbers of a repeated field, packed or one by one, in the order of the file."""
+    """Returns the numbers of a repeated field, packed or not, in file order."""
     runs, single = parsed.numbered(number, DELIMITED), parsed.numbered(number, VARINT)
     counts, values = decode_packed(source, runs.begin, runs.value)
     row = np.concatenate([np.repeat(runs.row, counts), single.row])

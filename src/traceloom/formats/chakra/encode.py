@@ -1,10 +1,8 @@
-"""Wire bytes of many messages at once, made from columns: rows of bytes, joined without a Python
-object per row.
+"""Builds the wire bytes of many messages at once from columns, without a Python object per row.
 
-A `Rows` holds one run of bytes per row, laid end to end. Fields of a message are `Rows` of equal
-length, in which an absent field is a row of no bytes; `framed` joins them to whole messages. The
-protobuf encoding is that of
-https://protobuf.dev/programming-guides/encoding/.
+A `ByteRows` holds one run of bytes per row, laid end to end. Fields of a message are `ByteRows` of
+equal length, in which an absent field is a row of no bytes; `encode_messages` joins them to whole
+messages. The protobuf encoding is that of https://protobuf.dev/programming-guides/encoding/.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ Bytes = NDArray[np.uint8]
 
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
-_MAX_PIECE_BYTES = 1 << 16  # bytes of pieces that are put by size
-_MAX_PIECE_SIZES = 512  # different ones
+_MAX_PIECE_BYTES = 1 << 16  # bytes of pieces that are copied by size
+_MAX_PIECE_SIZES = 512  # max number of different sizes
 _LONG_PIECE_BYTES = 12  # bytes of a piece on average
 _FIELD_NUMBERS = {field.name: field.number for field in AttributeProto.DESCRIPTOR.fields}
 _NODE_ATTRIBUTE = b"\x52"  # field 10 of a node, length-delimited
@@ -33,11 +31,11 @@ _NODE_ATTRIBUTE = b"\x52"  # field 10 of a node, length-delimited
 
 @dataclass(frozen=True, slots=True)
 class ByteRows:
-    """Bytes of each row, one row after the other.
+    """Bytes of all rows, concatenated.
 
     Attributes:
         data: All bytes.
-        lengths: How many of them each row has.
+        lengths: How many bytes each row has.
     """
 
     data: Bytes
@@ -53,7 +51,7 @@ def build_empty_rows(count: int) -> ByteRows:
 
 
 def repeat_bytes(value: bytes, rows: int | Bools) -> ByteRows:
-    """The same bytes in every row, or in every row that is flagged."""
+    """Returns rows that all hold `value`, or only those that are flagged."""
     flags = np.ones(rows, np.bool_) if isinstance(rows, int) else rows
     count = int(flags.sum())
     return ByteRows(
@@ -62,7 +60,9 @@ def repeat_bytes(value: bytes, rows: int | Bools) -> ByteRows:
 
 
 def encode_varints(values: NDArray[Any]) -> ByteRows:
-    """Each number as a varint; a negative one as its 64-bit two's complement, as protobuf does."""
+    """Encodes each number as a varint; a negative one as its 64-bit two's complement, as protobuf
+    does.
+    """
     remaining = np.ascontiguousarray(values).astype(np.int64, copy=False).view(np.uint64)
     lengths = count_varint_bytes(remaining)
     offset = np.cumsum(lengths) - lengths
@@ -86,7 +86,7 @@ def encode_varints(values: NDArray[Any]) -> ByteRows:
 
 
 def count_varint_bytes(values: NDArray[np.uint64]) -> Ints:
-    """How many bytes each number takes as a varint."""
+    """Returns the bytes that each number takes as a varint."""
     lengths = np.ones(len(values), np.int64)
     for number in range(1, _MAX_VARINT_BYTES):
         longer = values >= np.uint64(1 << (7 * number))
@@ -97,12 +97,12 @@ def count_varint_bytes(values: NDArray[np.uint64]) -> Ints:
 
 
 def encode_zigzag(values: Ints) -> Ints:
-    """Numbers as `sint64` has them: small for small negative ones."""
+    """Returns numbers in the zigzag encoding of `sint64`: small for small negative ones."""
     return (values << 1) ^ (values >> 63)
 
 
 def encode_texts(series: pl.Series) -> ByteRows:
-    """Each text as UTF-8; null as no bytes."""
+    """Encodes each text as UTF-8; null as no bytes."""
     if not len(series):
         return build_empty_rows(0)
     sizes = series.str.len_bytes()
@@ -112,7 +112,7 @@ def encode_texts(series: pl.Series) -> ByteRows:
 
 
 def join_columns(parts: Sequence[ByteRows]) -> ByteRows:
-    """Row by row, the bytes of all parts in order."""
+    """Concatenates the bytes of all parts row by row."""
     parts = [part for part in parts if len(part.data)] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
@@ -127,7 +127,7 @@ def join_columns(parts: Sequence[ByteRows]) -> ByteRows:
 
 
 def _add_lengths(parts: Sequence[ByteRows]) -> Ints:
-    """Bytes of each row over all parts."""
+    """Returns the bytes of each row over all parts."""
     total = parts[0].lengths.copy()
     for part in parts[1:]:
         total += part.lengths
@@ -135,7 +135,9 @@ def _add_lengths(parts: Sequence[ByteRows]) -> Ints:
 
 
 def _put(out: Bytes, offset: Ints, data: Bytes, sizes: Ints) -> None:
-    """Copy each piece of bytes to its offset; all pieces of one size at once where they are long."""
+    """Copies each piece of bytes to its offset; all pieces of one size at once where
+    they are long.
+    """
     min_size, max_size = int(sizes.min(initial=_MAX_PIECE_BYTES)), int(sizes.max(initial=0))
     if min_size == max_size:
         _slice_runs(out, max_size)[offset] = np.ascontiguousarray(data).view(f"V{max_size}")
@@ -161,21 +163,21 @@ def _put(out: Bytes, offset: Ints, data: Bytes, sizes: Ints) -> None:
 
 
 def _slice_runs(data: Bytes, size: int) -> NDArray[np.void]:
-    """Every run of `size` bytes as one value, by where it begins; shape (bytes - size + 1,), no
+    """Returns every run of `size` bytes as one value, by its start; shape (bytes - size + 1,), no
     copy.
     """
     return np.ndarray((len(data) - size + 1,), f"V{size}", data, strides=(1,))
 
 
 def expand_rows(part: ByteRows, rows: Ints, count: int) -> ByteRows:
-    """The rows of `part` as the rows `rows` (ascending) of a table of `count`."""
+    """Places the rows of `part` at the rows `rows` (ascending) of a table of `count` rows."""
     lengths = np.zeros(count, np.int64)
     lengths[rows] = part.lengths
     return ByteRows(part.data, lengths)
 
 
 def pick_rows(table: ByteRows, number: NDArray[Any]) -> ByteRows:
-    """For each row the bytes of one row of a small table, by its number."""
+    """Returns for each row the bytes of the numbered row of a small table."""
     lengths = table.lengths[number]
     offset = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.uint8)
@@ -189,14 +191,16 @@ def pick_rows(table: ByteRows, number: NDArray[Any]) -> ByteRows:
 
 
 def concatenate_rows(part: ByteRows, counts: Ints) -> ByteRows:
-    """Consecutive rows run together: the first `counts[0]` become row 0, and so on."""
+    """Joins consecutive rows: the first `counts[0]` become row 0, and so on."""
     bounds = np.concatenate([[0], np.cumsum(part.lengths)])
     last = np.cumsum(counts)
     return ByteRows(part.data, bounds[last] - bounds[last - counts])
 
 
 def encode_delimited(tag: bytes, part: ByteRows, present: Bools | None = None) -> ByteRows:
-    """A length-delimited field; absent where the row is empty, or where `present` says so."""
+    """Encodes a length-delimited field; absent where the row is empty, or where
+    `present` is false.
+    """
     flags = part.lengths > 0 if present is None else present
     rows = np.flatnonzero(flags)
     length = expand_rows(encode_varints(part.lengths[rows]), rows, len(part))
@@ -204,7 +208,7 @@ def encode_delimited(tag: bytes, part: ByteRows, present: Bools | None = None) -
 
 
 def encode_number_field(tag: bytes, values: Ints) -> ByteRows:
-    """A varint field; absent where it is 0, as proto3 wants it."""
+    """Encodes a varint field; absent where it is 0, as proto3 requires."""
     rows = np.flatnonzero(values)
     return join_columns(
         [
@@ -215,12 +219,12 @@ def encode_number_field(tag: bytes, values: Ints) -> ByteRows:
 
 
 def encode_packed_field(tag: bytes, counts: Ints, values: Ints) -> ByteRows:
-    """A packed repeated field of varints: `counts[i]` of the values belong to row i."""
+    """Encodes a packed repeated field of varints: `counts[i]` of the values belong to row i."""
     return encode_delimited(tag, concatenate_rows(encode_varints(values), counts))
 
 
 def encode_messages(fields: Sequence[ByteRows]) -> bytes:
-    """Whole messages, each after its length, from their fields in order."""
+    """Joins fields, in order, to messages, each preceded by its length."""
     return join_columns([encode_varints(_add_lengths(fields)), *fields]).data.tobytes()
 
 
@@ -235,8 +239,8 @@ def _encode_name(name: str) -> bytes:
 
 
 def encode_number_attribute(name: str, member: str, values: Ints, present: Bools) -> list[ByteRows]:
-    """The fields of an attribute with a whole number (`int64_val`, `bool_val`, ...), in the rows
-    that are `present`.
+    """Returns the fields of an attribute with an integer (`int64_val`, `bool_val`, ...), in the
+    rows that are `present`.
     """
     rows = np.flatnonzero(present)
     numbers = values[rows]
@@ -254,7 +258,7 @@ def encode_number_attribute(name: str, member: str, values: Ints, present: Bools
 
 
 def encode_text_attribute(name: str, values: pl.Series) -> list[ByteRows]:
-    """The fields of an attribute with a text, in the rows where it is not null."""
+    """Returns the fields of an attribute with a text, in the rows where it is not null."""
     missing = values.null_count()
     if missing == len(values):
         return []
@@ -263,8 +267,8 @@ def encode_text_attribute(name: str, values: pl.Series) -> list[ByteRows]:
 
 
 def encode_list_attribute(name: str, member: str, values: pl.Series) -> list[ByteRows]:
-    """The fields of an attribute with a list of whole numbers, in the rows where it is not null (it
-    may be empty).
+    """Returns the fields of an attribute with a list of integers, in the rows where it is not null
+    (it may be empty).
     """
     present = values.is_not_null().to_numpy()
     counts = values.list.len().fill_null(0).cast(pl.Int64).to_numpy()
@@ -277,7 +281,7 @@ def encode_list_attribute(name: str, member: str, values: pl.Series) -> list[Byt
 def encode_number_list_attribute(
     name: str, member: str, counts: Ints, values: Ints, present: Bools
 ) -> list[ByteRows]:
-    """As `list_attribute`, with `counts[i]` of the values for row i."""
+    """As `encode_list_attribute`, with `counts[i]` of the values for row i."""
     numbers = encode_zigzag(values) if member.startswith("sint") else values
     return encode_bytes_attribute(
         name, member, encode_packed_field(b"\x0a", counts, numbers), present
@@ -287,7 +291,7 @@ def encode_number_list_attribute(
 def encode_bytes_attribute(
     name: str, member: str, value: ByteRows, present: Bools
 ) -> list[ByteRows]:
-    """The fields of an attribute with a length-delimited value."""
+    """Returns the fields of an attribute with a length-delimited value."""
     rows = np.flatnonzero(present)
     inner = _encode_name(name) + _encode_key(_FIELD_NUMBERS[member], DELIMITED)
     size = encode_varints(value.lengths[rows])
@@ -303,7 +307,7 @@ def encode_bytes_attribute(
 
 
 def encode_bare_attribute(name: str, present: Bools) -> list[ByteRows]:
-    """An attribute that has a name and no value, in the rows that are `present`."""
+    """Returns an attribute that has a name and no value, in the rows that are `present`."""
     if not present.any():
         return []
     inner = _encode_name(name)

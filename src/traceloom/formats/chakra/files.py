@@ -1,4 +1,4 @@
-"""`.et` streams and sets of files: read, write, damage, group file, schema names.
+"""Reads and writes `.et` streams and sets of files, including damaged files and group files.
 
 The messages are defined in `et.proto`, with the field numbers of the MLCommons Chakra schema.
 
@@ -27,11 +27,11 @@ from traceloom.system.files import read_small
 from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
 
-# A message larger than this is damage: the largest real ones hold the whole text of an input in
-# their metadata.
+# A larger message is damage: the largest real ones hold the whole text of an input in their
+# metadata.
 MAX_MESSAGE_BYTES = 1 << 28
-# A node has a name or a type, an id and a length; whoever needs fewer bytes makes nodes out of
-# nothing.
+# A node has a name or a type, an id and a length; messages with fewer bytes per node would create
+# objects out of nothing.
 _MIN_MESSAGE_BYTES = 6
 _FEW_MESSAGES = 100_000
 _LENGTH_BYTES = 5  # a length has at most 32 bits
@@ -39,13 +39,13 @@ _LENGTH_BYTES = 5  # a length has at most 32 bits
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Whole messages that lie one after the other.
+    """Consecutive whole messages.
 
     Attributes:
         data: The bytes that hold them.
         starts: Where in `data` each message begins, after its length.
-        stops: Where it ends.
-        at: Where in the unpacked file `data` begins.
+        stops: Where each message ends.
+        at: Offset of `data` in the unpacked file.
         first: Number of the first message in the file, from 0.
     """
 
@@ -59,7 +59,7 @@ class Block:
         return len(self.starts)
 
     def messages(self) -> Iterator[bytes]:
-        """The bytes of each message."""
+        """Yields the bytes of each message."""
         data = self.data
         for start, stop in zip(self.starts, self.stops, strict=True):
             yield data[start:stop]
@@ -67,12 +67,12 @@ class Block:
 
 @dataclass(slots=True)
 class IncompleteTail:
-    """What a file ends with that is no whole message.
+    """The incomplete message at the end of a file.
 
     Attributes:
         message: Its number.
-        at: Where it begins, with its length.
-        length: Of the message; -1 where not even the length is whole, 0 where nothing is cut.
+        at: Where it begins, including its length.
+        length: Of the message; -1 where even the length is incomplete, 0 where nothing is cut.
         there: Bytes of it, or of its length, that the file has.
     """
 
@@ -82,7 +82,7 @@ class IncompleteTail:
     there: int = 0
 
     def sentence(self) -> str:
-        """Where the file is cut."""
+        """Describes where the file is cut."""
         if self.length < 0:
             return f"the file ends at byte {self.at + self.there}, inside the length of message {self.message}"
         return (
@@ -92,14 +92,15 @@ class IncompleteTail:
 
 
 def read_blocks(chunks: Iterable[bytes], cut: IncompleteTail) -> Iterator[Block]:
-    """The messages of a stream, in blocks of about the size of the pieces.
+    """Yields the messages of a stream, in blocks of about the size of the chunks.
 
     Args:
         chunks: The unpacked bytes.
         cut: Filled in when the stream ends inside a message.
 
     Raises:
-        InputError: `chakra-damaged`: a message claims more bytes than any has; there are many, and nothing is in them.
+        InputError: `chakra-damaged`: a message claims more bytes than any valid one has, or there
+            are many messages with hardly any content.
     """
     offset = first = 0
     remainder = b""
@@ -145,8 +146,8 @@ def read_blocks(chunks: Iterable[bytes], cut: IncompleteTail) -> Iterator[Block]
 def _find_messages(
     data: bytes, offset: int, first: int
 ) -> tuple[list[int], list[int], int, int, InputError | None]:
-    """Starts and stops of the whole messages, where the rest begins, how much the next one lacks,
-    and what is wrong.
+    """Returns starts and stops of the whole messages, where the rest begins, how many bytes the
+    next one lacks, and the error, if any.
     """
     starts: list[int] = []
     stops: list[int] = []
@@ -154,9 +155,8 @@ def _find_messages(
     while position < size:
         length = data[position]
         start = position + 1
-        if (
-            length > 127 and start < size and data[start] < 128
-        ):  # most nodes have two bytes of length
+        # Most nodes have a length of two bytes.
+        if length > 127 and start < size and data[start] < 128:
             length, start = length & 127 | data[start] << 7, start + 1
         elif length > 127:
             start, length = _decode_length(data, position)
@@ -187,8 +187,8 @@ def _find_messages(
 
 
 def _decode_length(data: bytes, position: int) -> tuple[int, int]:
-    """Where the message after the length at `position` begins, and the length; (-1, 0) where it has
-    no end.
+    """Decodes the length at `position`: where its message begins, and the length; (-1, 0) where it
+    has no end.
     """
     length = shift = 0
     for index in range(position, min(position + _LENGTH_BYTES, len(data))):
@@ -209,7 +209,7 @@ def _make_damage_error(message: int, offset: int, claims: str) -> InputError:
 
 
 def encode_length(length: int) -> bytes:
-    """A length as a varint."""
+    """Encodes a length as a varint."""
     if length < 128:
         return bytes((length,))
     out = bytearray()
@@ -220,7 +220,7 @@ def encode_length(length: int) -> bytes:
     return bytes(out)
 
 
-_FIRST_FIELD_VARINT = b"\x08"  # how a node's message begins that has an id
+_FIRST_FIELD_VARINT = b"\x08"  # how the message of a node with an id begins
 _OTHER_KINDS = {
     b"{": "JSON",
     b"[": "JSON",
@@ -237,7 +237,7 @@ _HINTS = {
 
 
 class EtReader:
-    """Reads one `.et` file once, from its beginning to its end; gzip is told by content.
+    """Reads one `.et` file once, from beginning to end; gzip is detected by content.
 
     Example:
         with EtReader(path) as reader:
@@ -245,17 +245,17 @@ class EtReader:
 
     Args:
         path: The file.
-        strict: Raise where the file is cut, instead of ending there with a notice.
+        strict: Raise where the file is cut, instead of adding a notice.
 
     Attributes:
         metadata: The first message; empty where the file begins with a node.
-        packed: Whether the file is gzip.
-        notices: What is wrong with the file, complete after the last node.
+        packed: Whether the file is compressed with gzip.
+        notices: Problems of the file, complete after the last node.
 
     Raises:
-        InputError: `unreadable`; `empty-file`; `not-chakra`: another kind of file; `chakra-damaged`: a message claims
-            more bytes than there can be, or holds something else; `chakra-cut`: not even the
-            metadata is whole, or `strict`; `gzip-bomb`.
+        InputError: `unreadable`; `empty-file`; `not-chakra`: another kind of file;
+            `chakra-damaged`: a message claims more bytes than possible, or is no node;
+            `chakra-cut`: even the metadata is incomplete, or `strict`; `gzip-bomb`.
     """
 
     def __init__(self, path: str | Path, *, strict: bool = False) -> None:
@@ -285,28 +285,28 @@ class EtReader:
         self._handle.close()
 
     def __iter__(self) -> Iterator[Node]:
-        """The nodes, in the order of the file."""
+        """Yields the nodes in file order."""
         for block in self.blocks():
             yield from self.decoded(block)
 
     def windows(self, size: int) -> Iterator[list[Node]]:
-        """The nodes in lists of `size`; the last one may be shorter."""
+        """Yields the nodes in lists of `size`; the last one may be shorter."""
         nodes = iter(self)
         while window := list(islice(nodes, size)):
             yield window
 
     def blocks(self) -> Iterator[Block]:
-        """The nodes as undecoded bytes, about 4 MiB at a time, or one large node."""
+        """Yields the nodes as undecoded bytes, about 4 MiB at a time, or one large node."""
         if self._rest is not None:
             yield self._rest
             self._rest = None
         yield from self._blocks
 
     def decoded(self, block: Block) -> Iterator[Node]:
-        """The nodes of a block.
+        """Yields the nodes of a block.
 
         Raises:
-            InputError: `chakra-damaged`: a message is no node.
+            InputError: `chakra-damaged`: a message is not a node.
         """
         parse: Callable[[bytes], Node] = Node.FromString
         number = 0
@@ -323,7 +323,7 @@ class EtReader:
             ) from error
 
     def _placed(self, raw_blocks: Iterator[Block]) -> Iterator[Block]:
-        """The blocks; errors name the file, and a truncated end becomes a notice."""
+        """Yields the blocks; errors name the file, and a truncated end becomes a notice."""
         try:
             yield from raw_blocks
         except InputError as error:
@@ -375,7 +375,7 @@ class EtReader:
         return metadata, remaining
 
     def _refusal(self, error: InputError | None) -> InputError:
-        """Why nothing of the file can be read."""
+        """Returns the error that explains why nothing of the file can be read."""
         self._handle.seek(0)
         head = next(iter(GzipStream(self._handle)), b"")
         text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -402,13 +402,13 @@ class EtReader:
 
 
 class EtWriter:
-    """Writes messages to an open file, each after its length."""
+    """Writes messages to an open file, each preceded by its length."""
 
     def __init__(self, handle: BinaryIO) -> None:
         self._write = handle.write
 
     def message(self, message: GlobalMetadata | Node) -> None:
-        """Write one message; the first must be the metadata."""
+        """Writes one message; the first must be the metadata."""
         data = message.SerializeToString()
         self._write(encode_length(len(data)) + data)
 
@@ -419,7 +419,7 @@ class EtWriter:
             self.message(node)
 
     def framed(self, data: bytes | memoryview) -> None:
-        """Write messages that already have their lengths."""
+        """Writes messages that already have their lengths."""
         self._write(data)
 
 
@@ -431,10 +431,10 @@ def write(
     force: bool = False,
     gzip: bool | None = None,
 ) -> int:
-    """Write a `.et` file: beside its place first, then renamed, so that it is whole or not there.
+    """Writes a `.et` file atomically: a temporary file beside it is renamed.
 
     Args:
-        path: The file; gzip where it ends in `.gz`, unless `gzip` says otherwise.
+        path: The file; compressed where it ends in `.gz`, unless `gzip` is given.
         metadata: The first message.
         nodes: The other messages.
         force: Overwrite an existing file.
@@ -456,11 +456,11 @@ def write_with(
     force: bool = False,
     gzip: bool | None = None,
 ) -> int:
-    """As `write`, for who has messages in another shape: `produce` writes them, the metadata first."""
+    """As `write`, for messages in another form: `produce` writes them, the metadata first."""
     return write_gzip(Path(path), lambda handle: produce(EtWriter(handle)), force=force, gzip=gzip)
 
 
-GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first is written
+GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first name is written
 RANK_FILES_PATTERN = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
 """What a directory with the files of all ranks holds, as a regular expression."""
 MAX_GROUP_BYTES = 1 << 28
@@ -473,7 +473,7 @@ class GroupFile:
     Attributes:
         path: Where it was read from; empty where there is none.
         members: Ranks of each group, by name.
-        faults: What is wrong with it, in words.
+        faults: Descriptions of its problems.
     """
 
     path: str = ""
@@ -482,7 +482,7 @@ class GroupFile:
 
 
 def read_groups(path: Path) -> GroupFile:
-    """A group file: a JSON object with the name of each group and the list of its ranks.
+    """Reads a group file: a JSON object with the list of ranks of each group by name.
 
     Raises:
         InputError: `not-a-group-file`: it cannot be read at all.
@@ -516,5 +516,5 @@ def read_groups(path: Path) -> GroupFile:
 
 
 def format_groups(groups: Mapping[str, Iterable[int]]) -> str:
-    """A group file's text, as simulators read it."""
+    """Returns the text of a group file in the form that simulators read."""
     return json.dumps({name: list(ranks) for name, ranks in groups.items()}, indent=1) + "\n"

@@ -1,13 +1,13 @@
-"""Messages as JSON and JSON lines, driven by the descriptor.
+"""Reads and writes Chakra messages as JSON and JSON lines, driven by the protobuf descriptor.
 
-Fields have the names of the schema. Absent fields are absent. Whole numbers beyond 2**53, which
-many readers of JSON would round, are texts; so are NaN and the infinities; bytes are base64; types
-are named, unknown ones are numbers. Fields that the schema does not have stand as wire bytes, in
-base64, under `unknown_fields`. Reading also takes the camelCase of protobuf's own JSON.
+Fields have the names of the schema. Absent fields are absent. Integers beyond 2**53, which many
+JSON readers would round, are strings; so are NaN and the infinities; bytes are base64; types are
+named, unknown ones are numbers. Fields that the schema does not have are kept as wire bytes, in
+base64, under `unknown_fields`. Reading also accepts the camelCase of protobuf's own JSON.
 
-Written: one object with `metadata` and `nodes`, or JSON lines (the metadata, then a node per line). Read: those, the
-concatenated objects that the `jsonizer` of the Chakra tools writes, and the JSON of its feeder
-(`workload_graph`).
+Written: one object with `metadata` and `nodes`, or JSON lines (the metadata, then a node per line).
+Read: those, the concatenated objects that the `jsonizer` of the Chakra tools writes, and the JSON
+of its feeder (`workload_graph`).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _INT64_TYPES = {
 }
 _INT64_TYPES |= {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64}
 _FLOAT_TYPES = {FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT}
-_NAN = "7ff8000000000000"  # the one that every program writes; others keep their bits
+_NAN = "7ff8000000000000"  # the NaN that every program writes; others keep their bits
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _map_spellings(*names: str) -> dict[str, str]:
-    """The field that each spelling names: as in the schema, and in camelCase."""
+    """Returns the field of each spelling: as in the schema, and in camelCase."""
     spellings: dict[str, str] = {}
     for name in (*names, UNKNOWN):
         head, *tail = name.split("_")
@@ -78,7 +78,7 @@ _ATTRIBUTE_SPELLINGS = _map_spellings(*(field.name for field in AttributeProto.D
 
 
 def convert_to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
-    """A message as a JSON object."""
+    """Converts a message to a JSON object."""
     data = message.SerializeToString()
     known_fields = type(message).FromString(data)
     known_fields.DiscardUnknownFields()
@@ -172,7 +172,7 @@ _TO_JSON: dict[str, Callable[[Any], Any]] = {
 
 
 def _add_unknown(out: dict[str, Any], message: Message, key: str = UNKNOWN) -> None:
-    """The wire bytes of the fields that the schema does not have, in base64."""
+    """Adds the wire bytes of the fields that the schema does not have, in base64."""
     unknown_fields: Any = UnknownFieldSet(message)
     if data := b"".join(map(_encode_unknown_field, unknown_fields)):
         out[key] = _encode_base64(data)
@@ -188,21 +188,21 @@ def _encode_unknown_field(field: Any) -> bytes:
         return key + int(field.data).to_bytes(8 if field.wire_type == FIXED64 else 4, "little")
     inner = b"".join(
         _encode_unknown_field(part) for part in field.data
-    )  # a group, which ends with its own mark
+    )  # a group, which ends with its own marker
     return key + inner + encode_length(field.field_number << 3 | 4)
 
 
 class _JsonValueError(Exception):
-    """What is wrong with a value, in words."""
+    """Describes the problem of a value."""
 
 
 def build_message(value: Any, kind: type[_Message], location: str) -> _Message:
-    """The message of a JSON object.
+    """Builds a message from a JSON object.
 
     Args:
-        value: What JSON holds.
+        value: The decoded JSON value.
         kind: `Node` or `GlobalMetadata`.
-        location: The place, for the error.
+        location: The place, for error messages.
 
     Raises:
         InputError: `chakra-json`: it is no such message.
@@ -331,7 +331,7 @@ _FROM_JSON: dict[str, Callable[[Any], Any]] = {
     name: _TYPE_FROM_JSON.get(element, _parse_integer) for name, element in _ELEMENTS.items()
 }
 
-# Keys of the JSON that the feeder of the Chakra tools reads, and the attribute that each becomes.
+# Keys of the JSON that the feeder of the Chakra tools reads, and the attribute of each.
 _FEEDER_ATTRIBUTES = {
     "comm_type": "int64_val",
     "comm_size": "int64_val",
@@ -356,7 +356,8 @@ _FEEDER_TYPES = dict(CollectiveCommType.items())
 
 
 def build_feeder_node(value: Any, location: str) -> Node:
-    """A node of a feeder's `workload_graph`; keys that it does not know become text attributes.
+    """Builds a node from an entry of a feeder's `workload_graph`; unknown keys become text
+    attributes.
 
     Raises:
         InputError: `chakra-json`.
@@ -391,15 +392,16 @@ _FEEDER_KEY = "workload_graph"
 
 
 class JsonReader:
-    """Reads one JSON file of Chakra messages, once; as `traceloom.formats.chakra.files.EtReader`.
+    """Reads one JSON file of Chakra messages, once; used as
+    `traceloom.formats.chakra.files.EtReader`.
 
     Attributes:
         metadata: The file's metadata; empty where it has none.
-        notices: What is wrong with the file, complete after the last node.
+        notices: Problems of the file, complete after the last node.
 
     Raises:
-        InputError: `unreadable`, `empty-file`, `not-chakra`; `chakra-json`: no JSON, or an object that is no message;
-            `chakra-cut`.
+        InputError: `unreadable`, `empty-file`, `not-chakra`; `chakra-json`: invalid JSON, or an
+            object that is not a message; `chakra-cut`.
     """
 
     def __init__(self, path: str | Path, *, strict: bool = False) -> None:
@@ -421,7 +423,7 @@ class JsonReader:
         self._handle.close()
 
     def __iter__(self) -> Iterator[Node]:
-        """The nodes, in the order of the file."""
+        """Yields the nodes in file order."""
         number = 0
         try:
             for number, node in enumerate(self._next, 1):  # noqa: B007  (the notice says the number)
@@ -444,7 +446,9 @@ class JsonReader:
         )
 
     def _open(self) -> tuple[Iterator[Node], GlobalMetadata]:
-        """The nodes and the metadata; what kind of JSON it is, its first object says."""
+        """Returns the nodes and the metadata; the first object determines which kind of
+        JSON it is.
+        """
         text, location = self._text, f"{self.path}, metadata"
         first = text.peek()
         if not first:
@@ -463,7 +467,7 @@ class JsonReader:
                 members[key] = text.value()
         except _TruncatedError as error:
             raise self._refused(str(error), "chakra-cut") from error
-        # Objects one after the other; the first is the metadata, unless it is a node.
+        # Concatenated objects; the first is the metadata, unless it is a node.
         if members.keys() & {"id", "name", "type", "dataDeps", "data_deps"}:
             message = "the file begins with a node, not with metadata"
             self.notices.append(
@@ -477,8 +481,8 @@ class JsonReader:
         return self._nodes(text.values()), build_message(members, GlobalMetadata, location)
 
     def _listed(self, key: str, members: dict[str, Any]) -> tuple[Iterator[Node], GlobalMetadata]:
-        """One object that holds the nodes in a list; what stands behind the list is read when it is
-        reached.
+        """Reads one object that holds the nodes in a list; entries after the list are read when
+        they are reached.
         """
         values = self._text.items("]")
         if key == _FEEDER_KEY:
@@ -492,7 +496,7 @@ class JsonReader:
                 build_feeder_node(value, f"{self.path}, node {n}") for n, value in enumerate(values)
             ), metadata
         metadata_object = members.pop("metadata", None)
-        if "schema" in members:  # the host trace of PyTorch
+        if "schema" in members:  # a host trace of PyTorch
             raise self._no_chakra(members)
         if members:
             raise self._refused(
@@ -511,7 +515,7 @@ class JsonReader:
         return self._nodes(values, nested=True), metadata
 
     def _nodes(self, values: Iterable[Any], *, nested: bool = False) -> Iterator[Node]:
-        """The nodes of values; with `nested` nothing may follow in the object that holds their
+        """Converts values to nodes; with `nested` nothing may follow in the object that holds their
         list.
         """
         for number, value in enumerate(values):
@@ -527,7 +531,7 @@ class _TruncatedError(Exception):
 
 
 class _JsonText:
-    """JSON text, value by value; holds the value at hand and a piece of what follows."""
+    """JSON text, read value by value; holds the current value and a piece of the following text."""
 
     def __init__(self, handle: BinaryIO, where: str) -> None:
         self._pieces = GzipStream(handle)
@@ -540,7 +544,7 @@ class _JsonText:
         self._done = False
 
     def peek(self) -> str:
-        """The next character that is no blank; empty at the end."""
+        """Returns the next character that is not white space; empty at the end."""
         while True:
             length = len(self._text)
             while self._at < length and self._text[self._at] in _WHITESPACE:
@@ -551,16 +555,16 @@ class _JsonText:
                 return ""
 
     def take(self) -> str:
-        """The character that `peek` saw."""
+        """Consumes and returns the character that `peek` returned."""
         self._at += 1
         return self._text[self._at - 1]
 
     def value(self) -> Any:
-        """The next value, whole.
+        """Returns the next whole value.
 
         Raises:
             InputError: `chakra-json`.
-            _CutError: The text ends inside it.
+            _TruncatedError: The text ends inside it.
         """
         if not self.peek():
             raise self.cut()
@@ -573,25 +577,25 @@ class _JsonText:
                 offset = error.pos - self._at if isinstance(error, json.JSONDecodeError) else 0
                 if self.more():
                     continue
-                # At the end of the text: cut, or no JSON (`offset` into the value).
+                # At the end of the text: cut, or invalid JSON (`offset` into the value).
                 remainder = self._text[self._at + offset :].rstrip()
                 in_text = isinstance(error, json.JSONDecodeError) and (
                     error.msg.startswith("Unterminated string")
                     or (error.msg.startswith("Invalid") and len(remainder) < _ESCAPE)
                 )
-                # An empty rest begins each of the words.
+                # An empty remainder is a prefix of each literal.
                 unfinished = in_text or any(word.startswith(remainder) for word in _LITERALS)
                 raise (
                     self.cut() if unfinished else self.wrong(f"the text is no JSON: {error}")
                 ) from error
-            # A number at the end of the piece may go on in the next one.
+            # A number at the end of the piece may continue in the next one.
             if end == len(self._text) and self._text[end - 1] not in '}]"' and self.more():
                 continue
             self._at = end
             return decoded
 
     def key(self) -> str | None:
-        """The next key of an object; None at its end."""
+        """Returns the next key of an object; None at its end."""
         mark = self.peek()
         if mark == ",":
             self.take()
@@ -610,7 +614,7 @@ class _JsonText:
         return name
 
     def items(self, end: str) -> Iterator[Any]:
-        """The values of a list that was begun, up to its end."""
+        """Yields the values of a list whose bracket was consumed, up to its end."""
         while True:
             mark = self.peek()
             if not mark:
@@ -624,12 +628,12 @@ class _JsonText:
                 yield self.value()
 
     def values(self) -> Iterator[Any]:
-        """The values up to the end of the text."""
+        """Yields the values up to the end of the text."""
         while self.peek():
             yield self.value()
 
     def more(self) -> bool:
-        """Another piece of text behind what is held; False at the end."""
+        """Reads another piece of text; False at the end."""
         if self._done:
             return False
         if len(self._text) - self._at > _MAX_VALUE_CHARS:
@@ -651,7 +655,7 @@ class _JsonText:
 
 
 def write_json(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
-    """One JSON object: `metadata`, and `nodes`, one per line."""
+    """Writes one JSON object: `metadata`, and `nodes`, one per line."""
     encode = msgspec.json.Encoder().encode
     handle.write(b'{"metadata": ' + encode(convert_to_object(metadata)) + b',\n"nodes": [')
     separator = b"\n"
@@ -662,7 +666,7 @@ def write_json(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]
 
 
 def write_lines(handle: BinaryIO, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
-    """JSON lines: the metadata, then one node per line."""
+    """Writes JSON lines: the metadata, then one node per line."""
     encode = msgspec.json.Encoder().encode
     handle.write(encode(convert_to_object(metadata)) + b"\n")
     handle.writelines(encode(convert_to_object(node)) + b"\n" for node in nodes)

@@ -1,4 +1,4 @@
-"""The nodes of a file as a frame, both ways."""
+"""Converts nodes of Chakra files to frames and frames to nodes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from traceloom.system.files import remember_input
 from traceloom.trace.array_types import Ints
 from traceloom.trace.notice import Notice
 
-# Attributes that readers look at, and the member of the value that they look into.
+# Attributes that readers use, and the member of the value that they expect.
 EXPECTED = {
     "is_cpu_op": "bool_val",
     "comm_type": "int64_val",
@@ -49,18 +49,17 @@ EXPECTED = {
     "pg_name": "string_val",
     "involved_dim": "bool_list",
 }
-SEQUENCE = (
-    "comm_seq"  # number of a collective in its group, as recorded; ours, so that nobody expects it
-)
-ADDED = "simulation_deps"  # those of a node's data dependencies that were only added for a target
+# Number of a collective in its group, as recorded; our own attribute, which no reader expects.
+SEQUENCE = "comm_seq"
+ADDED = "simulation_deps"  # data dependencies that were only added for a target
 NUMBERS = tuple(
     name for name, kind in EXPECTED.items() if kind.endswith("_val") and kind != "string_val"
 )
 KINDS = {
     field.number: field.name for field in AttributeProto.DESCRIPTOR.oneofs_by_name["value"].fields
 }
-_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded as one
-_EXPANSION = 16  # of gzip, roughly
+_MAX_BATCH_BYTES = 1 << 20  # bytes of files that are decoded together
+_EXPANSION = 16  # approximate, of gzip
 _MEMBER_NUMBERS = {name: number for number, name in KINDS.items()}
 
 
@@ -70,7 +69,7 @@ class NodeDependencies:
 
     Attributes:
         row: Row of the node that waits, ascending.
-        id: Id of the node it waits for; uint64, as written: nobody says that it exists.
+        id: Id of the node it waits for; uint64, as written: such a node need not exist.
     """
 
     row: Ints
@@ -86,17 +85,19 @@ class NodeFrame:
 
     Attributes:
         path: Where it was read from.
-        nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us` (UInt64), and one column per
-            attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value, null where it is absent or no
-            whole number; `involved_dim`: a list of flags, null where it is absent or empty.
-        odd: Known attributes that are not as readers expect them: `row`, `attribute`, `kind` (member of the value that
-            holds it), `again` (whether the node has had it before).
+        nodes: `id` (UInt64), `name`, `type` (Int32, as written), `start_us`, `duration_us`
+            (UInt64), and one column per attribute of `NUMBERS`, `comm_seq`, `pg_name`: its value,
+            null where it is absent or not an integer; `involved_dim`: a list of flags, null where
+            it is absent or empty.
+        odd: Known attributes that are not of the expected kind, or repeated: `row`, `attribute`,
+            `kind` (member of the value that holds it), `again` (whether the node has had it
+            before).
         data: Data dependencies.
         control: Control dependencies.
         added: Those of the data dependencies that were only added for a target.
         metadata: The first message; empty where the file has none.
-        notices: What the stream says of the file: damage.
-        packed: Whether the file is gzip, whatever its name.
+        notices: Damage of the file.
+        packed: Whether the file is compressed with gzip, whatever its name.
     """
 
     path: str
@@ -114,17 +115,17 @@ class NodeFrame:
 
 
 def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeFrame]:
-    """The tables of many files, in their order; small files are decoded together, which costs a
-    third.
+    """Yields the tables of many files, in their order; small files are decoded together, which
+    reduces the cost to a third.
 
     Raises:
-        InputError: As of `read_table`.
+        InputError: As for `read_table`.
     """
     batch: list[str | Path] = []
     size = 0
     for path in paths:
-        # What is no file, as a pipe, can be read once only: damage in it must not make it be read
-        # again.
+        # Something other than a regular file, such as a pipe, can be read only once: damage in it
+        # must not cause a second read.
         regular = Path(path).is_file()
         bytes_of = (
             Path(path).stat().st_size * (_EXPANSION if str(path).endswith(".gz") else 1)
@@ -140,7 +141,7 @@ def read_tables(paths: Iterable[str | Path]) -> Iterator[NodeFrame]:
 
 
 def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
-    """The tables of files that are small enough to be decoded as one."""
+    """Decodes files that are small enough as one."""
     if len(paths) < 2:
         return [read_table(path) for path in paths]
     texts: list[bytes] = []
@@ -164,9 +165,7 @@ def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
             b"".join(texts), np.concatenate(starts).tolist(), np.concatenate(stops).tolist(), 0, 0
         )
         (columns,) = Decoder([*EXPECTED, SEQUENCE, ADDED], "").columns([joined])
-    except (
-        InputError
-    ):  # one is damaged, or no Chakra trace: one after the other says which, and keeps what can be
+    except InputError:  # a file is damaged or no Chakra trace: read separately to find which
         return [read_table(path) for path in paths]
     nodes, unexpected, dependencies = _build_part(columns, 0)
     row_ends = np.cumsum(counts).tolist()
@@ -199,10 +198,10 @@ def _read_together(paths: list[str | Path]) -> list[NodeFrame]:
 
 
 def read_table(path: str | Path) -> NodeFrame:
-    """Read a `.et` or `.et.gz` file: all of it up to where it is damaged.
+    """Reads a `.et` or `.et.gz` file up to its first damage.
 
     Raises:
-        InputError: Not even its beginning is a Chakra trace, or it cannot be read.
+        InputError: Even its beginning is not a Chakra trace, or it cannot be read.
     """
     with EtReader(path) as reader:
         decoder = Decoder([*EXPECTED, SEQUENCE, ADDED], str(path))
@@ -216,7 +215,7 @@ def read_table(path: str | Path) -> NodeFrame:
                 row += parts[-1][0].height
         except InputError as error:
             count = 0
-            with suppress(InputError):  # where the damage is; the nodes before it are read
+            with suppress(InputError):  # reports where the damage is; the nodes before it are read
                 for _ in reader.decoded(block) if block is not None else ():
                     count += 1
             if block is not None and count:
@@ -247,7 +246,7 @@ def read_table(path: str | Path) -> NodeFrame:
 
 
 def _build_part(columns: NodeColumns, first: int) -> _Part:
-    """The nodes of a block whose first one has the row `first`: nodes, odd attributes,
+    """Builds the nodes of a block whose first one has the row `first`: nodes, odd attributes,
     dependencies.
     """
     nodes = pl.DataFrame(
@@ -267,7 +266,7 @@ def _build_part(columns: NodeColumns, first: int) -> _Part:
     ).with_columns(pl.col("is_cpu_op").cast(pl.Boolean))
     unexpected = [_NO_UNEXPECTED]
     for name, attribute in columns.attributes.items():
-        if name in EXPECTED:  # where it is not of the expected kind, or stands a second time
+        if name in EXPECTED:  # where it is not of the expected kind, or is repeated
             repeated = np.zeros(len(attribute.row), np.bool_)
             repeated[1:] = attribute.row[1:] == attribute.row[:-1]
             indices = np.flatnonzero(
@@ -289,7 +288,7 @@ def _build_part(columns: NodeColumns, first: int) -> _Part:
 
 
 def _build_flag_lists(lists: RaggedColumn, count: int) -> pl.Series:
-    """One list of flags per node; null where there is none."""
+    """Returns one list of flags per node; null where there is none."""
     if not len(lists.values):
         return pl.Series([None], dtype=pl.List(pl.Boolean)).new_from_index(0, count)
     flag_rows = pl.DataFrame({"row": np.repeat(lists.row, lists.count), "flags": lists.values != 0})
@@ -327,12 +326,12 @@ _ENDINGS = (".et", ".et.gz")
 
 @dataclass(frozen=True)
 class FileSet:
-    """Where a set lies: its files by rank, None for a file without a number in its name.
+    """The files of a set by rank, None for a file without a number in its name.
 
     Attributes:
         name: Directory and prefix.
         files: (rank, path), ascending; a rank may be there twice.
-        whole: Whether everything of the set was given: a directory, not single files of it.
+        whole: Whether the whole set was given: a directory, not single files of it.
         groups: Its group file, if any.
     """
 
@@ -344,7 +343,7 @@ class FileSet:
 
 @dataclass(frozen=True)
 class Workload:
-    """A set that was read."""
+    """The content of a set."""
 
     place: FileSet
     ranks: tuple[int | None, ...]
@@ -353,14 +352,14 @@ class Workload:
 
     @cached_property
     def nodes(self) -> pl.DataFrame:
-        """The nodes of all files, file after file: `file` (its place in `tables`), `row` in it, and
-        their columns.
+        """Returns the nodes of all files, concatenated: `file` (its index in `tables`), `row` in
+        it, and their columns.
         """
         return self._joined([table.nodes.with_row_index("row") for table in self.tables])
 
     @cached_property
     def odd(self) -> pl.DataFrame:
-        """The odd attributes of all files, with the column `file`."""
+        """Returns the odd attributes of all files, with the column `file`."""
         return self._joined([table.odd for table in self.tables])
 
     def _joined(self, frames: list[pl.DataFrame]) -> pl.DataFrame:
@@ -372,19 +371,19 @@ class Workload:
         )
 
     def location(self, file: int) -> tuple[str, int | None]:
-        """Path and rank of a file."""
+        """Returns path and rank of a file."""
         return self.tables[file].path, self.ranks[file]
 
 
 def find_file_sets(inputs: Sequence[str | Path], groups: Path | None = None) -> list[FileSet]:
-    """The sets that files and directories belong to, in the order of their names.
+    """Returns the sets that files and directories belong to, ordered by name.
 
     Args:
         inputs: `.et` or `.et.gz` files, or directories of them.
         groups: The group file; where not given, the one beside the files.
 
     Raises:
-        UsageError: `no-file`: something does not exist.
+        UsageError: `no-file`: a path does not exist.
         InputError: `no-traces`: a directory without `.et` files.
     """
     files_of_set: dict[tuple[Path, str], list[tuple[int | None, Path]]] = {}
@@ -421,14 +420,15 @@ def find_file_sets(inputs: Sequence[str | Path], groups: Path | None = None) -> 
 
 
 def read_workload(location: FileSet, step: Callable[[Path], None] | None = None) -> Workload:
-    """Read all files of a set into columns.
+    """Reads all files of a set into columns.
 
     Args:
         location: The set.
         step: Called before each file is read.
 
     Raises:
-        InputError: A file is no Chakra trace at all. What is readable of a damaged file is read, with a notice.
+        InputError: A file is not a Chakra trace. The readable part of a damaged file is read, with
+            a notice.
     """
 
     def noted() -> Iterator[Path]:
@@ -457,7 +457,7 @@ SIMULATOR_SCHEMA = pl.Schema(
         "duration_us": pl.Int64,
         "is_cpu_op": pl.Boolean,
         "comm_type": pl.Int64,
-        "comm_size": pl.Int64,  # bytes, with the meaning that the kind of the collective gives it
+        "comm_size": pl.Int64,  # bytes; the meaning depends on the kind of the collective
         "pg_name": pl.String,  # null: all ranks
         "comm_src": pl.Int64,
         "comm_dst": pl.Int64,
@@ -492,7 +492,7 @@ def build_empty_pairs() -> Pairs:
 
 @dataclass(frozen=True)
 class SimulatorNodes:
-    """The file of one rank.
+    """The nodes of one rank's file.
 
     Attributes:
         nodes: Columns of `PLAIN`; ids ascend.
@@ -505,7 +505,7 @@ class SimulatorNodes:
     added: Pairs = field(default_factory=build_empty_pairs)
 
     def windows(self) -> Iterator[bytes]:
-        """Messages with their lengths, some ten thousand at a time."""
+        """Yields messages with their lengths, about ten thousand at a time."""
         for start in range(0, self.nodes.height, WINDOW):
             nodes = self.nodes.slice(start, WINDOW)
             everywhere = np.ones(nodes.height, np.bool_)
@@ -533,7 +533,7 @@ class SimulatorNodes:
 
 
 def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Ints]:
-    """How many dependencies each of `count` rows from `start` has, and all of them."""
+    """Returns how many dependencies each of `count` rows from `start` has, and all of them."""
     first, last = np.searchsorted(pairs.row, [start, start + count])
     return np.bincount(pairs.row[first:last] - start, minlength=count).astype(np.int64), pairs.id[
         first:last
@@ -541,9 +541,7 @@ def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Int
 
 
 def build_metadata(schema: str, extra: Mapping[str, str | int]) -> GlobalMetadata:
-    """The first message of a file: which of our schemas it follows, and what else is to be said, by
-    name.
-    """
+    """Builds the first message of a file: our schema name and further entries by name."""
     message = GlobalMetadata(version="1.0.0")
     values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **extra}
     for name, value in values.items():
@@ -561,7 +559,7 @@ def write_simulator_nodes(
     *,
     force: bool = False,
 ) -> list[Path]:
-    """Write `workload.<rank>.et` for every rank, from 0, and the group file; all of it, or nothing.
+    """Writes `workload.<rank>.et` for every rank, from 0, and the group file; all files or none.
 
     Raises:
         OutputError: `file-exists`, `cannot-write`.
