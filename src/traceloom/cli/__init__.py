@@ -1,8 +1,7 @@
-"""The command line: `traceloom VERB`. A verb is a module, loaded only when it is called.
+"""The command line, `traceloom VERB`; the module of a verb is loaded only when it is called.
 
-Exit codes: 0 fine, 1 a defect of ours, 2 wrong usage, 3 an input was refused, 4 one of several
-inputs was refused,
-5 a check failed, 130 interrupted, 141 whoever read our output stopped reading.
+Exit codes: 0 success, 1 an internal error, 2 wrong usage, 3 an input was refused, 4 one of several
+inputs was refused, 5 a check failed, 130 interrupted, 141 the reader of the output closed it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from traceloom.system.sanitize import sanitize
 EXIT_BROKEN_PIPE = 141
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# Verb -> what it does. Its module is `traceloom.cli.VERB`.
+# Verb -> description. Its module is `traceloom.cli.VERB`.
 VERBS = {
     "record": "record a PyTorch program, without changing it",
     "report": "show where the time of a trace or a recorded run went",
@@ -104,29 +103,29 @@ Each verb explains itself: traceloom report --help. The version: traceloom --ver
 
 
 class VerbModule(Protocol):
-    """What the module of a verb offers."""
+    """Interface of the module of a verb."""
 
     DESCRIPTION: str
     EXAMPLES: str
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        """Declare its options."""
+        """Declares its options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
+        """Runs the verb and returns the exit code."""
 
 
 class VerbParser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, as all our errors do."""
+    """Reports errors as one sentence, like all errors of Traceloom."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError, slug `wrong-usage`."""
+        """Raises UsageError, slug `wrong-usage`."""
         raise UsageError(message, slug="wrong-usage", hint=f"see {self.prog} --help")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Sentences fill the lines of the terminal; what is laid out by hand, as examples are, stays as
-    it is.
+    """Fills sentences to the width of the terminal; text laid out by hand, such as examples, stays
+    unchanged.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -136,12 +135,12 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def import_verb(name: str) -> VerbModule:
-    """The module of a verb."""
+    """Imports the module of a verb."""
     return cast("VerbModule", importlib.import_module(f"traceloom.cli.{name}"))
 
 
 def build_parser(names: Sequence[str] = tuple(VERBS)) -> VerbParser:
-    """A parser that knows these verbs; only their modules are loaded."""
+    """Builds a parser for these verbs; only their modules are loaded."""
     parser = VerbParser(prog="traceloom", add_help=False)
     subparsers = parser.add_subparsers(dest="verb", parser_class=VerbParser)
     for name in names:
@@ -158,7 +157,7 @@ def build_parser(names: Sequence[str] = tuple(VERBS)) -> VerbParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code. A traceback is shown only with `--debug`."""
+    """Runs a command line and returns the exit code. A traceback is shown only with `--debug`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in _select_own_arguments(arguments)
     try:
@@ -171,13 +170,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("traceloom: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered would fail once more when Python exits.
+        # Buffered output would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except OSError as error:
         _print_error(_convert_os_error(error), debug=debug, cause=error)
         return OutputError.exit_code
-    except Exception as error:  # noqa: BLE001  (the last line of defence: a sentence, not a traceback)
+    except Exception as error:  # noqa: BLE001  (last resort: a sentence, not a traceback)
         defect = TraceloomError(
             f"a defect of Traceloom: {type(error).__name__}: {error}",
             slug="internal-error",
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _select_own_arguments(arguments: list[str]) -> list[str]:
-    """The arguments before `--`: what follows belongs to the recorded program."""
+    """Returns the arguments before `--`: what follows belongs to the recorded program."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
@@ -204,9 +203,9 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in VERBS:
         hint = nearest(verb, VERBS) + f"it has {', '.join(VERBS)}"
         raise UsageError(f"`{verb}` is not a verb of traceloom", slug="unknown-verb", hint=hint)
-    if verb != "record":  # which hands its environment to the user's program
-        # Before NumPy is loaded: it would start threads for linear algebra, which nobody here does,
-        # and wait for them.
+    if verb != "record":  # `record` passes its environment to the user's program
+        # Before NumPy is loaded: it would start threads for linear algebra, which no verb uses, and
+        # wait for them.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     program = arguments[len(_select_own_arguments(arguments)) :]
     try:
@@ -214,7 +213,7 @@ def _dispatch(arguments: list[str]) -> int:
         args, unknown = parser.parse_known_args(
             [a for a in _select_own_arguments(arguments) if a != "--debug"] + program
         )
-    except SystemExit as stop:  # argparse leaves this way after --help
+    except SystemExit as stop:  # argparse exits this way after --help
         return int(stop.code or 0)
     if unknown:
         options = [option for action in list_actions(parser) for option in action.option_strings]
@@ -222,7 +221,7 @@ def _dispatch(arguments: list[str]) -> int:
         raise UsageError(
             f"unrecognized arguments: {' '.join(unknown)}", slug="wrong-usage", hint=hint
         )
-    if verb == "record":  # its arguments are the user's program
+    if verb == "record":  # its arguments include the user's program
         return import_verb(verb).run(args)
     from traceloom.cli import outputs
 
@@ -232,7 +231,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The arguments of a parser and of its verbs."""
+    """Yields the arguments of a parser and of its verbs."""
     for action in parser._actions:  # noqa: SLF001  (argparse has no other way)
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for subparser in action.choices.values():
@@ -242,8 +241,8 @@ def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _convert_os_error(error: OSError) -> TraceloomError:
-    """An error of the operating system: reading a file, a directory or a disk, or writing standard
-    output.
+    """Converts an error of the operating system: reading a file, a directory or a disk, or writing
+    standard output.
     """
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
@@ -265,7 +264,7 @@ def _convert_os_error(error: OSError) -> TraceloomError:
             f"reading failed: {reason}", slug="unreadable", hint="copy the input to another disk"
         )
     with suppress(OSError, ValueError):
-        # What is still buffered would fail once more when Python exits.
+        # Buffered output would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     message = f"standard output cannot be written: {reason}"
     return OutputError(
@@ -274,7 +273,7 @@ def _convert_os_error(error: OSError) -> TraceloomError:
 
 
 def _print_error(error: TraceloomError, *, debug: bool, cause: Exception | None = None) -> None:
-    """The error in one sentence, its remedy, and where more is written about it."""
+    """Prints the error in one sentence, its remedy, and a reference to its explanation."""
     if debug:
         traceback.print_exception(cause or error)
     location = f" ({error.where})" if error.where else ""

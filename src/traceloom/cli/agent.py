@@ -1,4 +1,4 @@
-"""`traceloom agent`: runs the host agent, and asks it."""
+"""`traceloom agent`: runs the host agent and sends requests to it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ What each can do: traceloom agent query --help.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions and their options."""
+    """Declares the actions and their options."""
     for name, subparser in add_actions(parser, ACTIONS):
         subparser.add_argument(
             "--config",
@@ -146,7 +146,7 @@ FLIGHT_RECORDER_OPTION = VerbOption(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Runs the action and returns the exit code."""
     if sys.platform != "linux":
         raise UsageError("the agent looks at Linux hosts; this is none", slug="not-linux")
     return ACTIONS[args.action].run(args)
@@ -162,13 +162,15 @@ def _load_config(args: argparse.Namespace) -> Config:
 
 
 def _find_socket(args: argparse.Namespace) -> Path:
-    """The agent that is named; else the user's own where it runs, else root's where that runs."""
+    """Returns the socket of the named agent; else of the user's own where it runs, else of root's
+    where that runs.
+    """
     from traceloom.agent.config import SYSTEM_SOCKET, resolve_paths
 
     own_socket = resolve_paths(_load_config(args)).socket
     if args.socket:
         return Path(args.socket)
-    # Not `Path.exists`, which raises where a directory above may not be entered.
+    # Not `Path.exists`, which raises where a parent directory is not accessible.
     return (
         own_socket
         if os.path.exists(own_socket) or not os.path.exists(SYSTEM_SOCKET)  # noqa: PTH110
@@ -177,7 +179,7 @@ def _find_socket(args: argparse.Namespace) -> Path:
 
 
 def create_agent_client(args: argparse.Namespace) -> AgentClient:
-    """Asks the agent that is named, else the user's own or root's."""
+    """Returns a client for the named agent, else for the user's own or root's."""
     from traceloom.server.client import AgentClient
 
     return AgentClient(_find_socket(args))
@@ -264,7 +266,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _show_answer(args: argparse.Namespace) -> int:
-    """What the agent answers where route, action and view have one name."""
+    """Shows the agent's response, where route, action and view have the same name."""
     from traceloom.agent.api import HangsAnswer, StatusAnswer, TriggersAnswer
     from traceloom.cli import agent_views as views
     from traceloom.server.problem import HttpResponseBody
@@ -283,7 +285,7 @@ def _show_answer(args: argparse.Namespace) -> int:
 
 
 def _read(answer: Any, kind: type[T]) -> T:
-    """What the agent answers, as the structure of which it makes its answer.
+    """Converts the agent's response to its structure.
 
     Raises:
         InputError: `agent-unclear`.
@@ -334,7 +336,7 @@ def _show_top(args: argparse.Namespace) -> int:
     live = not (args.once or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
-        """As many lines as the terminal has."""
+        """Yields as many lines as the terminal has."""
         lines, height = list(views.render_top(read, width)), shutil.get_terminal_size().lines - 1
         yield from lines[: height - 1] if live and len(lines) > height else lines
         if live and len(lines) > height:
@@ -395,7 +397,7 @@ def _run_query(args: argparse.Namespace) -> int:
 
 
 def _add_time_zone(text: str) -> str:
-    """A date and time without a zone is one of here, where the agent would take it for UTC."""
+    """Adds the local zone to a date and time without one, which the agent would take for UTC."""
     try:
         return dt.datetime.fromisoformat(text).astimezone().isoformat() if "-" in text else text
     except ValueError:
@@ -414,7 +416,7 @@ def _show_events(args: argparse.Namespace) -> int:
 def _fetch_events(
     client: AgentClient, args: argparse.Namespace, since: str, kind: str = ""
 ) -> list[Any]:
-    """Events, of the job that is asked for."""
+    """Returns the events of the requested job."""
     return [
         event
         for event in client.get("events", since=since)["events"]
@@ -427,7 +429,7 @@ def _learn(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     client = create_agent_client(args)
-    client.timeout_s = 600.0  # it reads the whole trace
+    client.timeout_s = 600.0  # the agent reads the whole trace
     answer = client.post(
         "traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)}
     )
@@ -436,7 +438,7 @@ def _learn(args: argparse.Namespace) -> int:
 
 
 def _find_job(args: argparse.Namespace, client: AgentClient) -> str:
-    """The job that is named, else the only one there is."""
+    """Returns the requested job, else the only one."""
     if args.job is not None:
         return str(args.job)
     jobs = [str(row["job"]) for row in client.get("jobs")["jobs"]]
@@ -464,7 +466,7 @@ def _show_stacks(args: argparse.Namespace) -> int:
 
 
 def _run_doctor(args: argparse.Namespace) -> int:
-    """Of the agent that runs; where none does, of this host as this user would run one."""
+    """Checks the running agent; if none runs, checks this host for an agent of this user."""
     from traceloom.agent import api as forms
     from traceloom.cli import agent_views as views
 
@@ -493,7 +495,9 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 
 def _print_environment(args: argparse.Namespace) -> int:
-    """As the agent says, which makes the directory; where none runs, as the own one would have it."""
+    """Prints the environment from the running agent, which creates the directory; if none runs,
+    that of the user's own agent.
+    """
     try:
         values = create_agent_client(args).get("environment")["variables"]
     except InputError as error:
@@ -505,7 +509,9 @@ def _print_environment(args: argparse.Namespace) -> int:
         from traceloom.agent.ownership.environment import get_job_variables
 
         agent_paths = _resolve_paths(args, _load_config(args))
-        if _find_socket(args) == SYSTEM_SOCKET:  # root's agent has its sockets beside this one
+        if (
+            _find_socket(args) == SYSTEM_SOCKET
+        ):  # root's agent has its sockets in the same directory
             agent_paths = msgspec.structs.replace(
                 agent_paths, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto")
             )

@@ -1,4 +1,4 @@
-"""What the agent answers, as lines of a terminal."""
+"""Renders the responses of the agent as lines of a terminal."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ _AREAS = (
 
 
 class HostValues(msgspec.Struct, frozen=True):
-    """Busy share of the processors; bytes of memory, used and in all. None: not known."""
+    """Busy share of the processors; bytes of memory, used and total. None if unknown."""
 
     cpu: float | None = None
     memory: tuple[float, float] | None = None
 
 
 class HostPicture(msgspec.Struct, frozen=True):
-    """Host, devices and processes as they are now."""
+    """The current state of host, devices and processes."""
 
     status: StatusAnswer
     devices: DevicesAnswer
@@ -87,7 +87,7 @@ class HostPicture(msgspec.Struct, frozen=True):
 
 
 def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
-    """How the agent fares: itself, its collectors, its history."""
+    """Yields the state of the agent: itself, its collectors, its history."""
     up = dt.timedelta(seconds=(answer.now_ns - answer.started_ns) // 10**9)
     yield Text.assemble(
         ("Agent of ", ""),
@@ -132,7 +132,7 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
 def render_processes(
     answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int
 ) -> Iterator[Text]:
-    """Processes that matter, with owner, devices and step rate."""
+    """Yields the relevant processes, with owner, devices and step rate."""
     if not answer.processes:
         owner_note = " of yours" if answer.hidden else ""
         yield from render_paragraph(
@@ -167,7 +167,7 @@ def render_processes(
                 f"hangs {units.format_duration(max(time.time_ns() - since_ns, 0))}",
                 SEVERITY_STYLES["error"][1],
             )
-        # Without the directory of its program, which would fill a narrow terminal.
+        # Omit the directory of the program, which would fill a narrow terminal.
         program, blank, arguments = row.command.partition(" ")
         calls.append(
             f"{program.rpartition('/')[2]}{blank}{arguments}" if program else str(row.unreadable)
@@ -186,7 +186,7 @@ def render_processes(
         )
     filled = [
         column for column in range(len(columns)) if any(row[column] != _NONE for row in cells)
-    ]  # the others say nothing
+    ]  # columns without values are omitted
     if rows:
         yield from render_table(
             [columns[column] for column in filled],
@@ -203,7 +203,7 @@ def render_processes(
 
 
 def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
-    """A line for each event: when, of which job or device, what."""
+    """Yields a line for each event: time, job or device, description."""
     if not happened:
         yield Text("Nothing happened in this time.")
         return
@@ -228,7 +228,7 @@ def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]
 
 
 def render_top(picture: HostPicture, width: int) -> Iterator[Text]:
-    """Host, devices and processes as they are now."""
+    """Yields the current state of host, devices and processes."""
     state, host = picture.status, picture.host
     yield Text.assemble((sanitize(state.host), "bold"), f"  {_format_time(state.now_ns)}")
     if host.cpu is not None:
@@ -303,7 +303,7 @@ def _render_devices(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Tex
         )
 
     def remark(row: int, width_left: int) -> Text:
-        """Why it is stale, else whose it is."""
+        """Returns why it is stale, else its owner."""
         stale = devices[row].stale
         return Text(_cut(stale or ", ".join(devices[row].jobs), width_left), "red" if stale else "")
 
@@ -311,7 +311,7 @@ def _render_devices(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Tex
 
 
 def fetch_host_values(client: AgentClient) -> HostValues:
-    """Busy share of processors and used memory, from the last minute."""
+    """Returns the busy share of processors and the used memory, from the last minute."""
     cpu = memory = None
     rates = {
         series["labels"]["mode"]: series["values"][-1]
@@ -332,12 +332,12 @@ def fetch_host_values(client: AgentClient) -> HostValues:
 
 
 def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator[Text]:
-    """A line for each series: what it is of, its last value, its range, its curve.
+    """Yields a line for each series: its labels, last value, range and curve.
 
     Args:
-        answer: What the agent has answered.
+        answer: The agent's response.
         index: Identity of a device -> its number on this host.
-        width: Of the terminal.
+        width: Columns of the terminal.
     """
     series = [curve for curve in answer.series if curve.values]
     first, last = answer.since_ns, answer.until_ns
@@ -360,7 +360,7 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
     labels = list(dict.fromkeys(label for curve in series for label in curve.labels))
     label_width = max(
         8, min(40, (width - 45) // max(len(labels), 1))
-    )  # the other columns, and a curve that can be seen
+    )  # the other columns, and a curve of a visible width
     columns = [
         *(TextColumn(label, right=False) for label in labels),
         TextColumn("last"),
@@ -398,7 +398,7 @@ def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> I
 
 
 def render_metrics(width: int) -> Iterator[Text]:
-    """All metrics, with their labels."""
+    """Yields all metrics, with their labels."""
     for metric in METRICS.values():
         yield Text.assemble(
             f"{metric.name}", (f"{{{','.join(metric.labels)}}}" if metric.labels else "", DIM_STYLE)
@@ -407,7 +407,7 @@ def render_metrics(width: int) -> Iterator[Text]:
 
 
 def build_metrics_document() -> list[dict[str, object]]:
-    """All metrics as JSON."""
+    """Returns all metrics as JSON objects."""
     return [
         {
             "name": metric.full_name,
@@ -421,7 +421,7 @@ def build_metrics_document() -> list[dict[str, object]]:
 
 
 def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
-    """What a trace tells of its job, and which metrics that makes possible."""
+    """Yields what a trace shows about its job, and which metrics that enables."""
     yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
     mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())
     types = ", ".join(
@@ -450,8 +450,8 @@ def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
 
 
 def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
-    """Where the ranks are in a sentence, then each group of equal stacks, from the outermost call
-    to the innermost.
+    """Yields a sentence on where the ranks are, then each group of equal stacks, from the outermost
+    call to the innermost.
     """
     yield from render_paragraph(answer.sentence, width, "bold")
     titles = {
@@ -472,7 +472,9 @@ def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator
                 else process_label or f"process {pids}"
             )
             calls = " > ".join(
-                function if line else function.partition("<")[0]  # templates of C++ fill pages
+                function
+                if line
+                else function.partition("<")[0]  # C++ template arguments fill pages
                 for function, _, line in group.frames
                 if function != "<module>" and not function.startswith("pybind11::")
             )
@@ -498,8 +500,8 @@ def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator
 
 
 def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
-    """Each hang: of which job, since when, what became of it, whom the others wait for, where its
-    bundle is.
+    """Yields each hang: job, start, outcome, the ranks that others wait for, and the path of its
+    bundle.
     """
     if not answer.hangs:
         watched = answer.watched
@@ -555,7 +557,7 @@ ranks_by = "waits"
 
 
 def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
-    """Rules, what they did last, why they were refused, and what they may still cost."""
+    """Yields the rules, their last actions, why they were refused, and the remaining budget."""
     if not answer.rules:
         yield Text("No triggers: nothing is traced unasked. A rule for agent.toml, to begin with:")
         yield Text("")
@@ -616,7 +618,7 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
 
 
 def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
-    """What works, what not, why, and what would help."""
+    """Yields what works, what does not, why, and a remedy."""
     number = Counter[str](check.works for check in answer.checks)
     parts = [
         f"{number[works]} {state_label}"
@@ -646,7 +648,7 @@ def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterato
 
 
 def _format_time(at_ns: int) -> str:
-    """The time of day here, with the date where it is not today's."""
+    """Formats the local time of day, with the date if it is not today."""
     local_time, now = (
         dt.datetime.fromtimestamp(ns / 1e9, tz=dt.timezone.utc).astimezone()
         for ns in (at_ns, time.time_ns())
@@ -673,9 +675,9 @@ def _format_value(value: float, unit: str) -> str:
 
 
 def _draw_curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
-    """Means over equal times, from the least to the greatest; blank where nothing is known.
+    """Draws means over equal intervals, scaled from min to max; blank where there are no values.
 
-    The curves of an answer have one axis of time; values that are all equal are a line along the
+    The curves of one response share the time axis; if all values are equal, the line is at the
     bottom.
     """
     times, values = curve.times_ns, curve.values

@@ -1,4 +1,6 @@
-"""`traceloom anonymize`: traces that can be shared, with a report of what they still tell."""
+"""`traceloom anonymize`: makes traces that can be shared, with a report of what they
+still reveal.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser,
         "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",
@@ -83,7 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Anonymise; exit code 4 where an input was refused and the rest was done."""
+    """Anonymizes; returns exit code 4 where an input was refused and the rest was done."""
     from traceloom.workload.anonymize.inputs import ENDINGS, OUTPUT_FILES
     from traceloom.workload.anonymize.policy import generate_key, read_key, read_policy
     from traceloom.workload.anonymize.run import anonymize
@@ -136,8 +138,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render_outcome(outcome: Anonymized) -> Iterator[str]:
-    """What was left out, what the analyses say before and after, and which texts the output still
-    holds.
+    """Yields what was left out, the results of the analyses before and after, and which texts the
+    output still holds.
     """
     report = outcome.report
     read = sum(file.get("entries_in", 0) for file in report["files"])

@@ -1,4 +1,4 @@
-"""`traceloom baseline`: keep what a run needs to be compared with, and hold later runs against it."""
+"""`traceloom baseline`: saves a summary of runs, and compares later runs with it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STORE = ".traceloom/baselines"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "action",
         choices=("save", "list", "compare"),
@@ -70,7 +70,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Runs the action and returns the exit code."""
     wrong = ""
     if args.action == "list":
         wrong = "`list` takes no name" if args.name is not None else ""
@@ -137,7 +137,7 @@ def _list(args: argparse.Namespace) -> int:
     for name in baseline_store.names():
         try:
             rows.append(verdict.build_baseline_row(name, baseline_store.load(name)))
-        except InputError as error:  # noqa: PERF203  (each baseline on its own)
+        except InputError as error:  # noqa: PERF203  (each baseline separately)
             damaged.append(error)
     if args.json:
         document: BaselinesDocument = {"store": args.store, "baselines": rows}

@@ -1,4 +1,4 @@
-"""`traceloom calibrate`: a machine from the collectives of recorded runs, or from those measured
+"""`traceloom calibrate`: fits a machine to the collectives of recorded runs, or to those measured
 here.
 """
 
@@ -35,7 +35,7 @@ _FOR_RUNS = ("inputs", "ranks_per_host", "no_cache")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "inputs",
         nargs="*",
@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, show and write; returns the exit code."""
+    """Fits, shows and writes; returns the exit code."""
     from traceloom.report import calibration as report
     from traceloom.workload.simulate.machine_file import machine_text
 
@@ -114,8 +114,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse a call without runs and without `--here`, and options that do not go with the one that
-    was given.
+    """Refuses a call without runs and without `--here`, and options that do not fit the
+    given one.
     """
     if not args.here and not args.inputs:
         raise UsageError(
@@ -139,7 +139,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _is_first() -> bool:
-    """Whether this process writes: of those that a launcher has started only the first does."""
+    """Whether this process writes: of the processes of a launcher only the first does."""
     from traceloom.workload.replay.measure import launched
 
     process = launched()

@@ -1,4 +1,4 @@
-"""What verbs that hold runs against a base have in common: reading the runs, showing the verdict,
+"""Shared code of verbs that compare runs with a baseline: reading the runs, showing the verdict,
 the exit code.
 """
 
@@ -31,7 +31,7 @@ conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, p
 
 
 def add_conditions(parser: argparse._ActionsContainer) -> None:
-    """The options of a check."""
+    """Adds the options of a check."""
     parser.add_argument(
         "--fail-if",
         dest="conditions",
@@ -44,7 +44,7 @@ def add_conditions(parser: argparse._ActionsContainer) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, result_name: str) -> None:
-    """The options of files."""
+    """Adds the options for output files."""
     outputs.add_output_options(parser, ".html, .md, .json")
     parser.add_argument(
         "--top",
@@ -59,7 +59,7 @@ def add_output(parser: argparse.ArgumentParser, result_name: str) -> None:
 
 
 def read_conditions(texts: Sequence[str]) -> list[Condition]:
-    """The conditions; the default where none is given."""
+    """Parses the conditions; returns the default where there are none."""
     from traceloom.analyze.gate import DEFAULT_CONDITION, parse
 
     return [parse(text) for text in texts or [DEFAULT_CONDITION]]
@@ -68,10 +68,10 @@ def read_conditions(texts: Sequence[str]) -> list[Condition]:
 def load_sessions(
     paths: Sequence[str], args: argparse.Namespace, refused: list[Notice], *, single: bool = False
 ) -> list[Session]:
-    """All runs that the paths hold.
+    """Loads all runs that the paths hold.
 
     Raises:
-        UsageError: slug `several-runs`: with `single`, a path holds more than that.
+        UsageError: slug `several-runs`: with `single`, a path holds more than one run.
     """
     from traceloom.formats import load_inputs
 
@@ -91,14 +91,14 @@ def load_sessions(
 
 
 def format_side_name(paths: Sequence[str]) -> str:
-    """What a side is called."""
+    """Returns the name of a side."""
     return restore_addresses(
         paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     )
 
 
 def show(args: argparse.Namespace, document: VerdictDocument) -> None:
-    """The verdict on standard output; a line of it where files were asked for."""
+    """Prints the verdict on standard output; one line of it where files were requested."""
     from traceloom.report import verdict
 
     if args.json:
@@ -110,7 +110,7 @@ def show(args: argparse.Namespace, document: VerdictDocument) -> None:
 
 
 def raise_unless_passed(document: VerdictDocument) -> None:
-    """End by the verdict.
+    """Raises unless the verdict is positive.
 
     Raises:
         CheckError: `check-failed`; `check-inconclusive` with `--strict`.
@@ -124,7 +124,7 @@ def raise_unless_passed(document: VerdictDocument) -> None:
 
 
 def end_with_refusals(refused: Sequence[Notice]) -> None:
-    """End with a word about the inputs that were refused, where the rest was done.
+    """Raises if inputs were refused while the rest was done.
 
     Raises:
         PartialError: slug `refused-input`.

@@ -1,4 +1,4 @@
-"""`traceloom completion`: what makes a shell complete verbs, options and files."""
+"""`traceloom completion`: prints a script with which a shell completes verbs, options and files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
     types.add_silence(parser, "print errors only, as without: the script is all there is")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script; returns the exit code."""
+    """Prints the script; returns the exit code."""
     import shtab
 
     from traceloom.cli import build_parser, list_actions
@@ -36,6 +36,6 @@ def run(args: argparse.Namespace) -> int:
             action.choices = SECTION_NAMES
         elif action.metavar in _FILES or action.metavar == "DIR":
             complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
-            action.complete = complete  # type: ignore[attr-defined]  # as shtab wants to be told
+            action.complete = complete  # type: ignore[attr-defined] # required by shtab
     print(shtab.complete(parser, args.shell), end="")
     return 0

@@ -1,4 +1,4 @@
-"""`traceloom convert`: workloads from one form into another."""
+"""`traceloom convert`: converts workloads between formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "input",
         metavar="INPUT",
@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert; returns the exit code."""
+    """Converts; returns the exit code."""
     from traceloom.system import units
     from traceloom.trace.notice import sort_by_severity
     from traceloom.workload.chakra import convert
@@ -140,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
 def _compare_rank_ends(
     graph: Graph, target: Path, notices: list[Notice], progress: Progress
 ) -> list[dict[str, Any]]:
-    """How far each rank ends from the measurement in what was written, with a notice where that is
-    far.
+    """Compares the end of each rank in the output with the measurement, and adds a notice where
+    they differ much.
     """
     from traceloom.errors import TraceloomError
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
@@ -162,7 +162,7 @@ def _compare_rank_ends(
             )
         )
         return []
-    ranks = sorted(graph.nodes["rank"].drop_nulls().unique().to_list())  # of each file
+    ranks = sorted(graph.nodes["rank"].drop_nulls().unique().to_list())  # one file each
     rank_ends = [
         {
             "rank": rank,
@@ -186,7 +186,9 @@ def _compare_rank_ends(
 def _write_converted(
     source: ConversionInput, target: Path, format_name: str, args: argparse.Namespace
 ) -> tuple[list[Path], int, list[Notice], str]:
-    """What was written: the files, how many nodes, the notices, and the next useful step."""
+    """Writes the output; returns the files, the number of nodes, the notices, and the next useful
+    command.
+    """
     quoted = shlex.quote(str(target))
     if args.target == "astra-sim":
         from traceloom.workload.chakra.astra_sim import to_astra_sim

@@ -1,4 +1,4 @@
-"""`traceloom diff`: two runs against each other, and the check whether the new one is worse."""
+"""`traceloom diff`: compares two runs, and checks whether the new one is worse."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "base",
         metavar="BASE",
@@ -65,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read both, compare and show; returns the exit code."""
+    """Reads both, compares and shows; returns the exit code."""
     if args.conditions:
         return _check(args)
     if args.more_base or args.more_new or args.strict:
@@ -107,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    """A verdict for each condition; the comparison of the most usual runs of both sides below it."""
+    """Shows a verdict for each condition; below it the comparison of the most typical runs of both
+    sides.
+    """
     from dataclasses import replace
 
     from traceloom.analyze import compare, gate, gate_summary
@@ -132,7 +134,7 @@ def _check(args: argparse.Namespace) -> int:
         judged = gate.judge(runs[0], runs[1], conditions)
         typical_runs = []
         for (_, sessions), summaries in zip(sides, runs, strict=True):
-            # The run whose recorded steps take a middling time.
+            # The run whose recorded steps take the median time.
             means = [sum(run.scalars["step_time"]) / len(run.steps) for run in summaries]
             typical_runs.append(
                 sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]]

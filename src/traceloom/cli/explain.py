@@ -1,8 +1,8 @@
-"""`traceloom explain SLUG`: what an error, a notice, a finding or a rule of validation means, and
-what to do.
+"""`traceloom explain SLUG`: explains an error, a notice, a finding or a validation rule, with its
+remedy.
 
-The texts are pages of the documentation: a wheel carries them in `traceloom/docs`, a checkout has
-them in `docs`.
+The texts are pages of the documentation: a wheel has them in `traceloom/docs`, a checkout in
+`docs`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ examples:
 
 
 class Explanation(NamedTuple):
-    """What the documentation says about one slug.
+    """The documentation of one slug.
 
     Attributes:
-        slug: The name; `broken-*` stands for all names that begin so.
-        kind: What it is the name of.
-        text: Markdown without its heading; links are addresses.
-        url: Where it stands in the documentation.
+        slug: The name; `broken-*` stands for all names with this prefix.
+        kind: The kind of thing that the slug names.
+        text: Markdown without its heading; links are URLs.
+        url: Its URL in the documentation.
     """
 
     slug: str
@@ -56,13 +56,15 @@ class Explanation(NamedTuple):
 
     @property
     def first_sentence(self) -> str:
-        """What it is about."""
+        """Returns the first sentence of the text."""
         paragraph = " ".join(re.split(r"\n\n|\n#", self.text.strip())[0].split())
         return re.sub(r"[`*]|\]\([^)]*\)|\[", "", re.split(r"(?<=[.:;]) ", paragraph)[0])
 
 
 def load_explanations() -> list[Explanation]:
-    """All that can be explained: findings first, in alphabetical order, then as the pages have it."""
+    """Returns all explanations: findings first, in alphabetical order, then in the order of the
+    pages.
+    """
     package = Path(__file__).resolve().parents[1]
     home = next(home for home in (package / "docs", package.parents[1] / "docs") if home.is_dir())
     out = []
@@ -91,7 +93,7 @@ def load_explanations() -> list[Explanation]:
 
 
 def _resolve_links(text: str, url: str) -> str:
-    """Links to other pages of the documentation as addresses that lead there from everywhere."""
+    """Replaces links to other pages of the documentation by absolute URLs."""
     from urllib.parse import urljoin
 
     def address(match: re.Match[str]) -> str:
@@ -103,7 +105,7 @@ def _resolve_links(text: str, url: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows"
     )
@@ -111,7 +113,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the text; returns the exit code.
+    """Prints the text; returns the exit code.
 
     Raises:
         UsageError: slug `no-such-name`.

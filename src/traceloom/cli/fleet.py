@@ -1,4 +1,4 @@
-"""Verb fleet: actions made of routes and questions; owners, prices, tokens."""
+"""`traceloom fleet`: actions built from routes and questions; owners, prices, tokens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _run_query(args: argparse.Namespace) -> int:
 def _compact(args: argparse.Namespace) -> int:
 
     client = create_fleet_client(args)
-    client.timeout_s = 3600.0  # all tables are read
+    client.timeout_s = 3600.0  # the service reads all tables
     answer = client.post("compact")
     if args.json:
         return print_answer(args, answer, (), ())
@@ -84,7 +84,7 @@ def _compact(args: argparse.Namespace) -> int:
 
 
 _NUMBER = re.compile(r"[-+<>]?\d[\d\u202f.]*(e-\d+)?( [^\d\s]+)?")  # with its unit
-_MIN_COLUMN_WIDTH = 10  # signs of a column, where not all of a table fits
+_MIN_COLUMN_WIDTH = 10  # characters of a column, where a table does not fit
 
 
 def print_answer(
@@ -94,8 +94,8 @@ def print_answer(
     rows: Sequence[Sequence[str]],
     empty: str = "",
 ) -> int:
-    """Print an answer: as JSON where that is asked for, else as a table, else what there is not;
-    the exit code.
+    """Prints an answer: as JSON where requested, else as a table, else the text for an empty
+    answer; returns the exit code.
     """
     if args.json:
         print(json.dumps(answer, indent=2))
@@ -117,9 +117,8 @@ def print_answer(
     widths = [max(len(row[column]) for row in texts) for column in range(len(heads))]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     width_left = width - 2 * (len(widths) - 1)
-    while (
-        sum(widths) > width_left and max(widths) > _MIN_COLUMN_WIDTH
-    ):  # long names give way, so that numbers are seen
+    # Long names are shortened, so that numbers stay visible.
+    while sum(widths) > width_left and max(widths) > _MIN_COLUMN_WIDTH:
         widths[widths.index(max(widths))] -= 1
     for row in texts:
         cells = [
@@ -181,7 +180,7 @@ _MILLISECOND_COLUMNS = {
     "unallocated_ms",
     "unreachable_ms",
 }
-_MAX_CELL_WIDTH = 44  # signs of a name of a kernel
+_MAX_CELL_WIDTH = 44  # characters of the name of a kernel
 _HOUR_MS = 3_600_000
 _NO_DEVICE_TIME = """\
 No host has said anything of its devices in this time.
@@ -189,8 +188,8 @@ Next: traceloom fleet hosts; --since 90d looks further back"""
 
 
 class AnswerView(NamedTuple):
-    """What a verb shows of an answer: columns of its tables, an example, and what is worth doing
-    next.
+    """How a verb shows an answer: an example, columns of its tables, and the next
+    useful command.
     """
 
     example: str
@@ -369,8 +368,7 @@ def _run(question: Question, args: argparse.Namespace) -> int:
                 *(_format_cell(name, declared.columns[name], row[name]) for name in columns),
             ]
             for row in answer[table]
-            if row.get("device_hours")
-            != 0  # all of it is a row of the topline, also where there is none
+            if row.get("device_hours") != 0  # the topline has a row for the total, even if it is 0
         ]
         if number and rows and not args.quiet:
             print()
@@ -408,7 +406,7 @@ def _format_time(time_ns: int) -> str:
 
 
 def _show_tree(args: argparse.Namespace, answer: dict[str, Any]) -> None:
-    """Device time as a tree, in hours; each level has the same sum."""
+    """Prints device time as a tree, in hours; each level has the same sum."""
     priced = answer["currency"] is not None
     heads = [
         " > ".join(answer["by"]),
@@ -586,7 +584,7 @@ TRIGGER_HEADS = ("rule", "on", "of", "traces", "refused", "kept", "last")
 
 
 def add_triggers(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declares the options of triggers."""
     parser.add_argument(
         "what", choices=("list", "set", "show"), nargs="?", default="list", help="show: as TOML"
     )
@@ -596,11 +594,12 @@ def add_triggers(parser: argparse.ArgumentParser) -> None:
 
 
 def send_trigger_command(args: argparse.Namespace, client: FleetClient) -> Any:
-    """Do it: the answer of the service.
+    """Sends the command and returns the service's response.
 
     Raises:
         UsageError: `wrong-usage`.
-        InputError: `unreadable`; `wrong-config`: the rules are wrong, and those before stay.
+        InputError: `unreadable`; `wrong-config`: the rules are invalid, and the previous ones
+            remain.
     """
     if (args.file is not None) != (args.what == "set"):
         raise UsageError(
@@ -616,7 +615,7 @@ def send_trigger_command(args: argparse.Namespace, client: FleetClient) -> Any:
 
 
 def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
-    """A row per rule."""
+    """Returns a row per rule."""
     rows: list[Sequence[str]] = []
     for rule in answer["rules"]:
         refused = ", ".join(f"{number} {reason}" for reason, number in rule["refusals"].items())
@@ -642,7 +641,7 @@ def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
 
 
 def format_budget(answer: Any) -> str:
-    """What may still be spent, and what is wrong."""
+    """Formats the remaining budget, and problems."""
     remaining, day = (
         units.format_size(answer["bytes_left"]),
         units.format_size(answer["bytes_per_day"]),
@@ -657,7 +656,7 @@ Next: traceloom fleet webhooks add chat https://chat.example/hook"""
 
 
 def add_webhooks(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+    """Declares the options of webhooks."""
     parser.add_argument(
         "what",
         choices=("list", "add", "remove", "test"),
@@ -677,7 +676,7 @@ def add_webhooks(parser: argparse.ArgumentParser) -> None:
 
 
 def send_webhook_command(args: argparse.Namespace, client: FleetClient) -> tuple[Any, str]:
-    """Do it: the answer of the service, and what is printed of it; "" of a list.
+    """Sends the command and returns the service's response and the text to print; "" for a list.
 
     Raises:
         UsageError: `wrong-usage`.
@@ -769,7 +768,7 @@ _TOKEN_OPTIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the actions and their options."""
+    """Declares the actions and their options."""
     for _, subparser in add_actions(parser, ACTIONS):
         add_server(subparser)
         subparser.add_argument("--json", action="store_true", help="print the answer as JSON")
@@ -777,7 +776,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the action says; returns the exit code."""
+    """Runs the action and returns the exit code."""
     return ACTIONS[args.action].run(args)
 
 
@@ -871,7 +870,7 @@ def _show_requests(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     client = create_fleet_client(args)
-    client.timeout_s = 3600.0  # it may be rendered now
+    client.timeout_s = 3600.0  # the service may have to render it first
     size = files.write(
         args.output,
         lambda file: client.fetch(f"captures/{args.capture}/report", file),

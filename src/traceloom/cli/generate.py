@@ -1,4 +1,4 @@
-"""`traceloom generate`: small workloads with known answers."""
+"""`traceloom generate`: generates small workloads with known results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = ("collective", "pipeline", "transformer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write"
@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate and write; returns the exit code."""
+    """Generates and writes; returns the exit code."""
     from traceloom.formats.chakra.files import RANK_FILES_PATTERN
     from traceloom.workload.chakra import generate
 
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _format_value(value: Any) -> str:
-    """Equal values of all ranks once."""
+    """Formats a value; one that is equal for all ranks appears once."""
     if isinstance(value, list) and value and all(element == value[0] for element in value):
         return f"{_format_value(value[0])} on each of {len(value)} ranks"
     if isinstance(value, list):

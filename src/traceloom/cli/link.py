@@ -1,4 +1,4 @@
-"""`traceloom link`: host and device traces of all ranks as one dependency graph."""
+"""`traceloom link`: links host and device traces of all ranks to one dependency graph."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order"
     )
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, link and write; returns the exit code."""
+    """Reads, links and writes; returns the exit code."""
     from traceloom.formats.chakra.files import RANK_FILES_PATTERN
 
     format_name = (
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         linked = link(
             *args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say
         )
-        # A graph is encoded without Python's lock: what is said of it is found out meanwhile.
+        # Encoding a graph releases the GIL; the text about it is prepared meanwhile.
         writing = (
             None if args.output is None else executor.submit(_write, args, format_name, linked)
         )
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
             progress.say("re-timing")
             law = find_law(linked.graph)
-        show: Callable[[], object] = lambda: None  # noqa: E731  (made ready here, printed when all is written)
+        show: Callable[[], object] = lambda: None  # noqa: E731  (prepared here, printed after writing)
         if args.json or not args.quiet:
             from traceloom.report import graph
 
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write(args: argparse.Namespace, format_name: str, linked: Linked) -> list[str]:
-    """Write the graph; the lines about what was written."""
+    """Writes the graph; returns the lines about the files."""
     from traceloom.system import units
 
     path, graph = Path(args.output), linked.graph

@@ -1,4 +1,4 @@
-"""`traceloom memory`: whose memory is it?"""
+"""`traceloom memory`: explains what uses the memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines"
     )
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, explain and show; returns the exit code."""
+    """Reads, explains and shows; returns the exit code."""
     from traceloom.report.memory import build_document
     from traceloom.report.memory_sources import MemoryOptions, read_memory_sources
 

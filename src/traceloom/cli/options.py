@@ -1,4 +1,4 @@
-"""Options several verbs have; verbs with actions."""
+"""Options that several verbs share, parsers of their values, and verbs with actions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
 
 def add_inputs(parser: argparse.ArgumentParser, text: str) -> None:
-    """The files that a verb is about."""
+    """Adds the input files of a verb."""
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
 
 
 def add_reading(group: argparse._ActionsContainer) -> None:
-    """The options of whatever reads traces."""
+    """Adds the options of verbs that read traces."""
     group.add_argument(
         "--no-cache", action="store_true", help="read the files again, without the cache"
     )
@@ -31,16 +31,16 @@ def add_reading(group: argparse._ActionsContainer) -> None:
 def add_silence(
     group: argparse._ActionsContainer, quiet: str = "no progress, no closing line"
 ) -> None:
-    """The options about what is printed beside the result."""
+    """Adds the options about messages besides the result."""
     group.add_argument("-q", "--quiet", action="store_true", help=quiet)
     group.add_argument("--debug", action="store_true", help="show a traceback when something fails")
 
 
-# Types of arguments: each raises argparse.ArgumentTypeError for a text that is none.
+# Types of arguments: each raises argparse.ArgumentTypeError for an invalid text.
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """`0,3` as ranks."""
+    """Parses `0,3` as ranks."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -48,7 +48,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_pids(text: str) -> tuple[int, ...]:
-    """`4711,4712` as numbers of processes."""
+    """Parses `4711,4712` as process ids."""
     try:
         return tuple(parse_count(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
@@ -58,21 +58,21 @@ def parse_pids(text: str) -> tuple[int, ...]:
 
 
 def parse_whole_number(text: str) -> int:
-    """A whole number from 0 on, as of a step or a node."""
+    """Parses an integer from 0, such as a step or a node."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number from 0 on")
     return int(text)
 
 
 def parse_count(text: str) -> int:
-    """A whole number from 1 on, as of rows or tokens."""
+    """Parses an integer from 1, such as a number of rows or tokens."""
     if not text.isascii() or not text.isdigit() or not int(text):
         raise argparse.ArgumentTypeError(f"`{text}` is not a whole number above 0")
     return int(text)
 
 
 def parse_positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parses a finite number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -83,9 +83,9 @@ def parse_positive(text: str) -> float:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`20..25` are the steps 20 to 24, as for `traceloom record`; `20` is one step.
+    """Parses `20..25` as the steps 20 to 24, as for `traceloom record`; `20` is one step.
 
-    The first and the last step.
+    Returns the first and the last step.
     """
     first, dots, end = text.partition("..")
     try:
@@ -98,12 +98,12 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def parse_sections(text: str) -> tuple[str, ...]:
-    """Keys of sections, separated by commas."""
+    """Parses keys of sections, separated by commas."""
     return tuple(part.strip().replace("-", "_") for part in text.split(","))
 
 
 def parse_size(text: str) -> int:
-    """Bytes: `64kB` are 64 000, `1MiB` are 1 048 576."""
+    """Parses bytes: `64kB` are 64 000, `1MiB` are 1 048 576."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["unit"]):
         raise argparse.ArgumentTypeError(f"`{text}` is not a size, as 1MiB or 64kB")
@@ -113,7 +113,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_instant(text: str) -> str:
-    """`12.5ms` becomes nanoseconds; words stay."""
+    """Converts `12.5ms` to nanoseconds; words stay unchanged."""
     match = _TIME.fullmatch(text.strip())
     if match:
         return str(round(float(match[1]) * _NANOSECONDS[match[2]]))
@@ -125,7 +125,7 @@ def parse_instant(text: str) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """`500ms` as seconds, above 0."""
+    """Parses `500ms` as seconds, above 0."""
     match = _TIME.fullmatch(text.strip())
     seconds = float(match[1]) * _NANOSECONDS[match[2]] / 1e9 if match else 0.0
     if not 0 < seconds < math.inf:
@@ -134,7 +134,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_percentage(text: str) -> float:
-    """A change in per cent, as a fraction."""
+    """Parses a change in percent as a fraction."""
     try:
         fraction = float(text.strip().removesuffix("%").strip()) / 100
     except ValueError:
@@ -145,7 +145,7 @@ def parse_percentage(text: str) -> float:
 
 
 class VerbAction(NamedTuple):
-    """What a verb can do: in a sentence, with examples, its options, and how it is done."""
+    """An action of a verb: description, examples, options, and its function."""
 
     text: str
     examples: str
@@ -156,7 +156,9 @@ class VerbAction(NamedTuple):
 def add_actions(
     parser: argparse.ArgumentParser, actions: Mapping[str, VerbAction]
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Declare actions; each with its parser, for the options that all of the verb have."""
+    """Declares actions; yields each name with its parser, for the options that all
+    actions share.
+    """
     declared = parser.add_subparsers(
         dest="action", metavar="ACTION", required=True, title="actions"
     )
@@ -173,14 +175,14 @@ def add_actions(
 
 
 class VerbOption:
-    """An option of actions: its names, and what else argparse takes of it."""
+    """An option of actions: its names, and further arguments of `add_argument`."""
 
     def __init__(self, *names: str, **settings: Any) -> None:
         self.names, self.settings = names, settings
 
 
 def declare_options(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
-    """What declares these options."""
+    """Returns a function that adds these options to a parser."""
 
     def declare(parser: argparse.ArgumentParser) -> None:
         for option in options:

@@ -1,7 +1,7 @@
-"""Formats by name, never over an input, what is printed at the end; progress.
+"""Output of verbs: formats by file name, protection of inputs, printed results, progress.
 
-`-` is standard output, where verbs print what they print without `-o`. Files are written by
-`traceloom.system.files`: whole or not at all, and over others only with `--force`.
+`-` is standard output, where verbs print the same as without `-o`. Files are written by
+`traceloom.system.files`: whole or not at all, and over existing ones only with `--force`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _SPINNER = "|/-\\"
 
 
 class Progress:
-    """A line that says what is being done, and is wiped off when all is done.
+    """A line that shows the current activity, and is erased at the end.
 
     Args:
-        shown: False to stay silent whatever happens.
+        enabled: False suppresses all output.
     """
 
     def __init__(self, *, enabled: bool) -> None:
@@ -69,7 +69,7 @@ class Progress:
             self._thread.join()
 
     def say(self, activity: str) -> None:
-        """What is being done from now on."""
+        """Sets the current activity."""
         self._activity = sanitize(activity)
 
     def _spin(self) -> None:
@@ -86,7 +86,7 @@ class Progress:
 
 
 _STDOUT_NAME = "-"
-# Arguments that name what is written. A store of baselines is read and written.
+# Arguments that name outputs. A store of baselines is read and written.
 _OUTPUT_ARGUMENTS = ("output", "map", "record")
 _INPUT_ARGUMENTS = ("inputs", "input", "base", "new", "more_base", "more_new", "runs")
 Format = TypeVar("Format")
@@ -94,10 +94,10 @@ Document = TypeVar("Document")
 
 
 def add_output_options(parser: argparse._ActionsContainer, suffixes: str) -> None:
-    """The options of a verb that writes files, any number of them.
+    """Adds the options of a verb that writes any number of files.
 
     Args:
-        parser: Where they are added.
+        parser: The parser to add them to.
         suffixes: The formats, for the help.
     """
     parser.add_argument(
@@ -112,7 +112,7 @@ def add_output_options(parser: argparse._ActionsContainer, suffixes: str) -> Non
 
 
 def fetch_remote_inputs(args: argparse.Namespace) -> None:
-    """Put local copies in the place of inputs that lie elsewhere (see `traceloom.system.remote`)."""
+    """Replaces remote inputs by local copies (see `traceloom.system.remote`)."""
     argument_values = {
         name: value for name in _INPUT_ARGUMENTS if (value := getattr(args, name, None))
     }
@@ -145,11 +145,12 @@ def fetch_remote_inputs(args: argparse.Namespace) -> None:
 
 @contextmanager
 def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
-    """Write over nothing that the user names for reading, or that readers find there, for what is
-    done inside.
+    """Prevents the body of the `with` statement from overwriting files that the user names as
+    inputs or that readers find there.
 
     Raises:
-        UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard output.
+        UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard
+            output.
     """
     from traceloom.system import files
 
@@ -185,12 +186,13 @@ def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
 def detect_format(
     name: str | Path, formats: Mapping[str, Format], *, directory: Format | None = None
 ) -> Format:
-    """The format that a name stands for: that of its longest ending.
+    """Returns the format of a file name: that of its longest ending.
 
     Args:
         name: As the user wrote it.
-        formats: By ending, in small letters.
-        directory: What a name without an ending, one with a slash behind it or a directory stands for; or None.
+        formats: By ending, in lower case.
+        directory: The format of a name without an ending, with a trailing slash, or of a directory;
+            or None.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -214,12 +216,13 @@ def resolve_output_files(
     formats: Mapping[str, Format],
     directory: tuple[Format, str] | None = None,
 ) -> list[tuple[Path, Format]]:
-    """The files to write with their formats, all of which can be written.
+    """Returns the files to write with their formats, after checking that they can be written.
 
     Args:
         args: With `output` and `force`.
         formats: By ending.
-        directory: What a directory stands for, with `ours` of `files.check_directory`; None where the verb writes none.
+        directory: The format of a directory, with the pattern for `files.check_directory`; None
+            where the verb writes none.
 
     Raises:
         UsageError: slug `unknown-format`.
@@ -249,7 +252,8 @@ def resolve_output_format(
     *,
     default_to_directory: bool = False,
 ) -> str:
-    """What the one output of a verb is, which can be written: a format, or `directory`.
+    """Returns the format of the only output of a verb, or `directory`, after checking that it can
+    be written.
 
     Args:
         args: With `output` and `force`.
@@ -276,13 +280,12 @@ def resolve_output_format(
 def check_name_available(
     args: argparse.Namespace, description: str, is_taken: Callable[[], bool]
 ) -> None:
-    """Refuse to write over what has a name in a place that need not be a directory, as a baseline
-    in a store.
+    """Refuses to overwrite a named object outside of a directory, such as a baseline in a store.
 
     Args:
-        args: With `force`, with which nothing is looked up.
-        description: What is to be written, with its name.
-        is_taken: Whether there is such a thing already.
+        args: With `force`, which disables the check.
+        description: Kind and name of the object to write.
+        is_taken: Whether the object exists already.
 
     Raises:
         OutputError: slug `file-exists`.
@@ -299,8 +302,8 @@ def write_output_files(
     document: Document,
     progress: Progress,
 ) -> list[tuple[Path, int]]:
-    """Write the document into each file by what its format names; the files with their sizes in
-    bytes.
+    """Writes the document to each file with the function of its format; returns the files with
+    their sizes in bytes.
     """
     from traceloom.system import files
 
@@ -314,15 +317,15 @@ def write_output_files(
 
 
 def write_json(document: Any, handle: BinaryIO) -> None:
-    """A document as JSON."""
+    """Writes a document as JSON."""
     from traceloom.report.views.files import encode
 
     handle.write(encode(document))
 
 
 def make_lazy_writer(path: str) -> Callable[[Any, BinaryIO], object]:
-    """Writes the text that a function (`module:name`) makes of a document; its module is loaded
-    when it is needed.
+    """Returns a writer of the text that a function (`module:name`) makes from a document; its
+    module is loaded on first use.
     """
     module, _, function = path.partition(":")
     return lambda document, handle: handle.write(
@@ -331,19 +334,19 @@ def make_lazy_writer(path: str) -> Callable[[Any, BinaryIO], object]:
 
 
 def should_print_document(args: argparse.Namespace) -> bool:
-    """Whether the answer is printed: where no file was asked for, or `-` beside files."""
+    """Whether the result is printed: where no file was requested, or `-` beside files."""
     return not args.output or _STDOUT_NAME in args.output
 
 
 def print_document(
     args: argparse.Namespace, document: Document, render: Callable[[Document, int], Iterable[Text]]
 ) -> None:
-    """Print the answer where it is asked for.
+    """Prints the result where requested.
 
     Args:
         args: With `json` and `output`.
-        document: The answer.
-        render: Its lines on a terminal of a width in columns.
+        document: The result.
+        render: Returns its lines for a terminal of a width in columns.
     """
     if args.json:
         write_json(document, sys.stdout.buffer)
@@ -354,8 +357,8 @@ def print_document(
 
 
 def print_messages(args: argparse.Namespace, *lines: str) -> None:
-    """Print what is no part of the answer: nothing with `--quiet`, beside standard output where
-    that is JSON.
+    """Prints messages that are not part of the result: nothing with `--quiet`, to standard error
+    where standard output is JSON.
     """
     if not args.quiet:
         for line in lines:
@@ -363,10 +366,10 @@ def print_messages(args: argparse.Namespace, *lines: str) -> None:
 
 
 def format_repeat_command(args: argparse.Namespace, output: str) -> str:
-    """The same command, with every option that was given, writing a file.
+    """Returns the same command, with all of its options, writing a file.
 
     Args:
-        args: As they were parsed.
+        args: The parsed arguments.
         output: The file to write.
     """
     from traceloom import cli
@@ -392,12 +395,12 @@ def format_repeat_command(args: argparse.Namespace, output: str) -> str:
 def print_outcome(
     args: argparse.Namespace, written: Iterable[tuple[Path, int]], next_command: str | None
 ) -> None:
-    """The last lines of a verb: what was written, or what to try next.
+    """Prints the last lines of a verb: the written files, or the next useful command.
 
     Args:
         args: With `quiet` and `json`.
         written: Files with their sizes in bytes.
-        next_command: The next useful command, for who has written nothing; None where there is none.
+        next_command: The next useful command if nothing was written; None where there is none.
     """
     from traceloom.system import units
 

@@ -1,4 +1,4 @@
-"""`traceloom record -- COMMAND`: record a run without a change to its code."""
+"""`traceloom record -- COMMAND`: records a run without changes to its code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.usage = "traceloom record [options] -- COMMAND ..."
     add = parser.add_argument
     add("-o", "--output", metavar="DIR", help="capture directory (default: traceloom-SCRIPT-TIME)")
@@ -86,11 +86,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and record it.
+    """Runs the command and records it.
 
     Returns:
         The command's own exit code; 5 where that is 0 and nothing was recorded; where a signal
-        ended the command, this process ends by the same one.
+        ended the command, this process ends by the same signal.
 
     Raises:
         UsageError: slugs `no-command`, `bad-steps`, `bad-time`, `command-not-found`.
@@ -134,8 +134,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def choose_output_name(command: list[str]) -> str:
-    """`traceloom-train-20260131-120000`, after the first thing on the command line that looks like
-    a script.
+    """Returns a name such as `traceloom-train-20260131-120000`, after the first argument that looks
+    like a script.
     """
     scripts = [word for word in command if word.endswith(".py")]
     script = Path(scripts[0]).stem if scripts else Path(command[0]).stem
@@ -143,4 +143,4 @@ def choose_output_name(command: list[str]) -> str:
     now = dt.datetime.now().astimezone()
     first = f"traceloom-{name}-{now:%Y%m%d-%H%M%S}"
     names = chain([first], (f"{first}-{number}" for number in count(2)))
-    return next(name for name in names if not Path(name).exists())  # two may begin within a second
+    return next(name for name in names if not Path(name).exists())  # two may start within a second

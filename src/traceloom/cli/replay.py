@@ -1,4 +1,4 @@
-"""Verb replay."""
+"""`traceloom replay`: plans, runs and compares replays of recorded workloads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEFAULT_MAX_TIME_S, _DEFAULT_TIMEOUT_S = 60.0, 300.0
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Declare them."""
+    """Adds the options of a run."""
     run_group = parser.add_argument_group("how it is run")
     run_group.add_argument(
         "--device",
@@ -122,7 +122,7 @@ def is_nonzero_torchrun_rank() -> bool:
 
 
 def build_run_options(args: argparse.Namespace) -> RunOptions:
-    """What the user wants."""
+    """Builds the options of a run from the arguments."""
     from traceloom.workload.replay.running import RunOptions
 
     return RunOptions(
@@ -146,7 +146,7 @@ def build_run_options(args: argparse.Namespace) -> RunOptions:
 
 
 _DEFAULT_SLOWEST_COUNT = 10
-_MAX_SCALE_FACTOR = 1 << 20  # times a size
+_MAX_SCALE_FACTOR = 1 << 20  # max ratio of a size to the recorded one
 _DIRECTORY = "directory"
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
@@ -171,7 +171,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, host traces with or without device traces, a .graph or a .plan"
     )
@@ -248,7 +248,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, run, show and write; returns the exit code."""
+    """Plans, runs, shows and writes; returns the exit code."""
     from traceloom.report import replay as report
     from traceloom.report.replay import REPLAY
     from traceloom.workload.replay.comparison import compare_replay
@@ -274,9 +274,8 @@ def run(args: argparse.Namespace) -> int:
             *args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say
         )
         plan = _scale_plan(args, plan)
-        if (
-            args.trust and should_run
-        ):  # which sources are about to be executed is said whatever else is not
+        # The sources to be executed are announced even if all other messages are suppressed.
+        if args.trust and should_run:
             from traceloom.workload.replay.kernels import describe_sources
 
             for line in describe_sources(plan):
@@ -333,7 +332,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_factor(text: str) -> Fraction:
-    """`2`, `1/2` or `x2` as a factor above 0."""
+    """Parses `2`, `1/2` or `x2` as a factor above 0."""
     try:
         number = Fraction(text.removeprefix("x"))
     except (ValueError, ZeroDivisionError):
@@ -344,7 +343,7 @@ def parse_factor(text: str) -> Fraction:
 
 
 def validate_scale(text: str) -> str:
-    """`192=2`: a size and a factor; as it was written."""
+    """Checks `192=2`, a size and a factor; returns it unchanged."""
     size, _, factor = text.partition("=")
     types.parse_count(size)
     parse_factor(factor)
@@ -352,7 +351,7 @@ def validate_scale(text: str) -> str:
 
 
 def validate_repeat(text: str) -> str:
-    """`blocks.3=8`: a scope and a number; as it was written."""
+    """Checks `blocks.3=8`, a scope and a number; returns it unchanged."""
     name, _, count = text.rpartition("=")
     if not name:
         raise argparse.ArgumentTypeError(f"`{text}` is not a scope and a number, as blocks.3=8")
@@ -361,7 +360,7 @@ def validate_repeat(text: str) -> str:
 
 
 def _scale_plan(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
-    """The plan at the sizes that were asked for."""
+    """Returns the plan at the requested sizes."""
     if not (args.batch or args.scale or args.repeat):
         return plan
     from traceloom.workload.replay.resize import repeat_scope, scale_plan
@@ -381,7 +380,8 @@ def _resolve_output_files(
     list[tuple[Path, Callable[[ReplayComparison, BinaryIO], object]]],
     list[Path],
 ]:
-    """What is written of the plan, what of the comparison, and directories for tables of this.
+    """Returns the files for the plan, the files for the comparison, and directories for tables of
+    the comparison.
 
     Raises:
         UsageError: slug `wrong-usage`, `unknown-format`, `no-such-table`.
@@ -444,7 +444,7 @@ def _resolve_output_files(
 
 
 def _describe_plan(plan: ReplayPlan) -> Iterator[str]:
-    """What the plan holds, a line for each rank."""
+    """Yields a line for each rank of the plan."""
     from traceloom.report.labels import merge_rank_notices
 
     for rank_plan in plan:
@@ -461,7 +461,7 @@ def _describe_plan(plan: ReplayPlan) -> Iterator[str]:
 
 
 def _describe_dry_run(ranks: Iterable[RankDryRun]) -> Iterator[str]:
-    """What a dry run found, some lines for each rank."""
+    """Yields the results of a dry run, some lines for each rank."""
     for rank_result in ranks:
         share = (
             units.format_share(rank_result.covered_ns or 0, rank_result.duration_ns)

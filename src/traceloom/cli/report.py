@@ -1,4 +1,4 @@
-"""`traceloom report`: where the time of a trace or a recorded run went."""
+"""`traceloom report`: shows where the time of a trace or a recorded run went."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ if TYPE_CHECKING:
     from traceloom.trace.notice import Notice
     from traceloom.trace.session import Session
 
-_MAX_RANK_FILES = 1_000  # tables and pictures with a row per rank say little long before
+_MAX_RANK_FILES = 1_000  # tables and figures with a row per rank are useless long before this
 SORT_KEYS = ("self", "total", "device", "mean", "max", "count", "name")
-_PATTERN = re.compile(r"[\w@%+=:,./*-]+")  # what a shell takes as it is, and stars
+_PATTERN = re.compile(
+    r"[\w@%+=:,./*-]+"
+)  # characters that a shell does not interpret, and wildcards
 _DOCUMENT, _SHORT = (
     "document.json",
     "short.json",
-)  # what is kept of a report: all, what the short one shows
+)  # cached parts of a report: the whole document, and the content of the short one
 DESCRIPTION = (
     "Show where the time of a trace or a recorded run went: on the terminal, or in a file."
 )
@@ -58,7 +60,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser, "trace file, directory of traces, or recorded run; - for standard input"
     )
@@ -148,7 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, analyse and show; returns the exit code."""
+    """Reads, analyzes and shows; returns the exit code."""
     from traceloom.formats import Cache
     from traceloom.formats.ahead import decode_ahead
     from traceloom.formats.inputs import list_files
@@ -156,15 +158,15 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.trace.cache import DocumentCache
 
     options = _read_options(args)
-    # The short report on a terminal is made of the core and the findings; all else would be
-    # computed for nobody.
+    # The short report on a terminal uses only the core and the findings; everything else would be
+    # computed in vain.
     brief = not (options.full or args.only or args.json or args.output)
     document_options = replace(options, only=(CORE, FINDINGS)) if brief else options
     document_cache = None
     if not (args.no_cache or args.rules):  # rules are code
         choices = repr(
             replace(document_options, top=0, sort=None, full=False)
-        )  # without those that the document does not show
+        )  # without the options that do not affect the document
         document_cache = DocumentCache(
             args.inputs, [args.graph_capture] if args.graph_capture else [], choices, list_files
         )
@@ -175,9 +177,8 @@ def run(args: argparse.Namespace) -> int:
         _close(args, short)
         return 0
     document = document_cache.get(_DOCUMENT) if document_cache and not brief else None
-    sole_input = (
-        args.inputs if len(args.inputs) == 1 and not document else []
-    )  # several are read by a process each
+    # Several inputs are read by one process each.
+    sole_input = args.inputs if len(args.inputs) == 1 and not document else []
     with decode_ahead(sole_input, None if args.no_cache else Cache()):
         return _run(args, options, document_options, document_cache, document)
 
@@ -189,8 +190,8 @@ def _run(
     document_cache: DocumentCache | None,
     document: ReportDocument | None,
 ) -> int:
-    """Write and show; `document_options` is what the document is made with, which stands in
-    `document` where it was kept.
+    """Writes and shows; `document_options` are the options of the document, which `document` holds
+    if it was cached.
     """
     from traceloom import report as reports
     from traceloom.report.sections import select_sections
@@ -218,8 +219,7 @@ def _run(
                 document_options,
             )
         else:
-            # What the report is made by is loaded before its turn: a trace may be decoded elsewhere
-            # meanwhile.
+            # Load the report's modules early: a trace may be decoded in other processes meanwhile.
             importlib.import_module("traceloom.report.run")
             select_sections(document_options.only)
             try:
@@ -269,9 +269,8 @@ def _run(
         )
     if not written and not report.document["runs"]:
         _close(args, report.document)
-    if (
-        refused
-    ):  # the report is made of the rest; the exit code and a last word say that it is not all
+    # The report covers the rest; the exit code and a final message state that it is incomplete.
+    if refused:
         others_note = f" (and {len(refused) - 1} more, see the notices)" if len(refused) > 1 else ""
         raise PartialError(f"{refused[0].message}{others_note}", slug="refused-input")
     failed = any(notice["slug"] == "section-failed" for notice in report.document["notices"])
@@ -286,8 +285,8 @@ def _run(
 
 
 def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
-    """Name the next useful command, with the inputs as a shell makes them, where it makes no
-    others.
+    """Prints the next useful command, with a pattern instead of the inputs where the shell expands
+    it to exactly these.
     """
     arguments = shlex.join(args.inputs)
     if len(args.inputs) > 1 and _is_pattern(
@@ -298,7 +297,7 @@ def _close(args: argparse.Namespace, document: Mapping[str, Any]) -> None:
 
 
 def _report_out_of_memory(args: argparse.Namespace) -> int:
-    """Show whose memory it was, where no times were recorded; returns the exit code."""
+    """Shows what used the memory, where no times were recorded; returns the exit code."""
     from traceloom.cli import memory
 
     if not args.quiet:
@@ -318,7 +317,7 @@ def _report_out_of_memory(args: argparse.Namespace) -> int:
 def _read_options(args: argparse.Namespace) -> ReportOptions:
     from traceloom.report import ReportOptions
 
-    # Peaks and rules that the user gives are checked before anything is read.
+    # Peaks and rules of the user are checked before anything is read.
     peak: str | None = args.device if args.peak is None else args.peak
     if args.peak is not None and "=" not in args.peak:
         hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
@@ -346,7 +345,9 @@ def _read_options(args: argparse.Namespace) -> ReportOptions:
         top=args.top or 10,
         sort=args.sort,
         only=args.only,
-        full=args.full or args.by_shape or bool(args.top or args.sort),  # they are about tables
+        full=args.full
+        or args.by_shape
+        or bool(args.top or args.sort),  # these options are about tables
         peak=peak,
         link_peak=args.link_peak,
         graph_capture=None if capture is None else str(capture),
@@ -388,16 +389,16 @@ def _report(
     options: ReportOptions,
     single_run_files: list[str],
 ) -> Report:
-    """The report; `single_run_files` are the files whose formats are about one run."""
+    """Builds the report; `single_run_files` are the files whose formats hold one run."""
     from traceloom import report
     from traceloom.report.views.files import Report
 
     if len(sessions) == 1:
         document = report.build(
             sessions[0], options, separate_process=not args.rules
-        )  # which may have registered models
+        )  # it may have registered models
         return Report(document, lambda: report.selected(sessions[0], options), options)
-    # The shell command that reports each run alone: by its directory or pattern, where these name
+    # The shell command that reports each run alone: by its directory or pattern, where these match
     # nothing else.
     homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
     runs_by_home = Counter(home for session_homes in homes for home in session_homes)
@@ -424,5 +425,5 @@ def _report(
 
 
 def _is_pattern(name: str, paths: list[str]) -> bool:
-    """Whether a shell makes these files and no others of a session's name."""
+    """Whether the shell expands a session's name to exactly these files."""
     return bool(_PATTERN.fullmatch(name)) and sorted(glob.glob(name)) == sorted(paths)  # noqa: PTH207

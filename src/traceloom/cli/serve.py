@@ -1,4 +1,4 @@
-"""`traceloom serve`: the fleet's service."""
+"""`traceloom serve`: runs the service of the fleet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ then: traceloom upload run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "--store",
         metavar="URL",
@@ -127,7 +127,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; returns the exit code."""
+    """Runs the service; returns the exit code."""
     import asyncio
     import contextlib
     import importlib.util
@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
     tls = EngineTls(*files) if any(files) else None
     targets = WebhookAddressPolicy(args.webhooks_to)
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is one
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection needs one
     resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -238,7 +238,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_proxy_users(args: argparse.Namespace) -> ProxyUsers | None:
-    """Who says who asks, where a proxy does."""
+    """Returns the proxy that authenticates users and its header for the name; None without one."""
     from traceloom.fleet.portal.app import ProxyUsers
 
     if bool(args.proxy_user_header) != bool(args.proxy_from):
@@ -254,7 +254,7 @@ def _read_proxy_users(args: argparse.Namespace) -> ProxyUsers | None:
 
 
 def _format_welcome(url: str, store: str, demo_token: str) -> str:
-    """What is printed once it answers at an address."""
+    """Returns the text that is printed once the service responds at its URL."""
     from traceloom.cli.upload import DEFAULT_SERVER, get_token_path
 
     if demo_token:  # it is printed nowhere else

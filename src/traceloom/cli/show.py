@@ -1,4 +1,4 @@
-"""`traceloom show`: what a graph or a set of Chakra files is made of."""
+"""`traceloom show`: summarizes a graph or a set of Chakra files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
     parser.add_argument(
         "--node", type=types.parse_whole_number, metavar="ID", help="one node and its neighbours"
@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read and show; returns the exit code."""
+    """Reads and shows; returns the exit code."""
     from traceloom.system import units
 
     def draw(summary: WorkloadSummaryDocument, handle: BinaryIO) -> None:

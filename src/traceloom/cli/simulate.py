@@ -1,4 +1,4 @@
-"""Verb simulate: scaling, sweeps."""
+"""`traceloom simulate`: simulates recorded workloads, also at other scales and in sweeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNSCALABLE = {
 
 
 def add_scaling_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that ask for another scale."""
+    """Declares the options for another scale."""
     scale = parser.add_argument_group("at which scale")
     size = scale.add_mutually_exclusive_group()
     size.add_argument(
@@ -77,10 +77,10 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether another scale is asked for.
+    """Whether another scale is requested.
 
     Raises:
-        UsageError: slug `cannot-scale`: one that cannot be made of what was recorded.
+        UsageError: slug `cannot-scale`: the recording cannot be scaled so.
     """
     for name, reason in _UNSCALABLE.items():
         if getattr(args, name) is not None:
@@ -95,7 +95,7 @@ def is_asked(args: argparse.Namespace) -> bool:
 def build_recorded_job(
     args: argparse.Namespace, source: SimulationInput, machine: Machine | None
 ) -> RecordedJob:
-    """The recorded job, on the device that is asked for, or that of the machine."""
+    """Returns the recorded job, on the requested device, or on that of the machine."""
     from traceloom.workload.simulate.native import build_device_cases
     from traceloom.workload.simulate.scale import RecordedJob, find_roles
 
@@ -132,7 +132,7 @@ def build_recorded_job(
 
 
 def load_machine(args: argparse.Namespace) -> Machine | None:
-    """The machine, of whatever size it is described; None for the recorded one."""
+    """Loads the machine, whatever its size; None for the recorded one."""
     from traceloom.workload.simulate.machine_file import read_machine
 
     if args.network:
@@ -150,7 +150,7 @@ def load_machine(args: argparse.Namespace) -> Machine | None:
 
 
 def run_scaling(args: argparse.Namespace) -> int:
-    """Read, scale and show; returns the exit code."""
+    """Reads, scales and shows; returns the exit code."""
     from traceloom.formats.chakra.files import RANK_FILES_PATTERN
     from traceloom.report import simulation
     from traceloom.workload.chakra.astra_sim import to_astra_sim
@@ -203,7 +203,7 @@ _FORMAT = "traceloom-sweep-points"
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of sweeps."""
+    """Declares the options of sweeps."""
     sweep = parser.add_argument_group("at many points")
     sweep.add_argument(
         "--sweep",
@@ -222,7 +222,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sweep(args: argparse.Namespace) -> int:
-    """Evaluate all points and show what they say together; returns the exit code."""
+    """Evaluates all points and shows the combined result; returns the exit code."""
     from traceloom.report import sweep as report
     from traceloom.workload.simulate.sweep import SweepQuestion, SweepTable, list_points, parse_axis
 
@@ -276,7 +276,7 @@ def _evaluate_missing_points(
     saved_points: _SavedPoints | None,
     progress: Progress,
 ) -> list[SweepRow]:
-    """The points with their answers, in their order; what was kept is not asked again."""
+    """Returns the results of all points, in their order; saved ones are not computed again."""
     from traceloom.workload.simulate.sweep import evaluate_points
 
     answers = saved_points.read(points) if saved_points else {}
@@ -302,15 +302,16 @@ def _evaluate_missing_points(
 
 
 class _SavedPoints:
-    """Answers beside the output while a sweep goes on: whoever stops it can go on with the same
-    command.
+    """Results saved beside the output during a sweep: after an interruption the same command
+    continues it.
 
     Args:
         output: The file that will be written.
-        question: What is asked at the points.
+        question: The question asked at each point.
 
     Raises:
-        OutputError: slug `file-exists`: there is a file of that name which is none of ours.
+        OutputError: slug `file-exists`: there is an unrelated file with the name of the saved
+            results.
     """
 
     def __init__(self, output: Path, question: SweepQuestion) -> None:
@@ -344,7 +345,7 @@ class _SavedPoints:
             )
 
     def read(self, points: list[SweepPoint]) -> dict[int, SweepRow]:
-        """Answers by the number of their point; of the same question alone."""
+        """Returns results by the index of their point, for the same question only."""
         if not self.path.exists() or _read_first_line(self.path) != self._head:
             return {}
         numbers = {json.dumps(point, sort_keys=True): number for number, point in enumerate(points)}
@@ -362,7 +363,7 @@ class _SavedPoints:
         return answers
 
     def add(self, point: SweepPoint, row: SweepRow) -> None:
-        """Keep one more."""
+        """Saves one more result."""
         lines = [] if self._begun else [json.dumps(self._head)]
         with report_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -372,13 +373,13 @@ class _SavedPoints:
         self._count += 1
 
     def announce(self) -> None:
-        """Say that a sweep which is stopped can go on."""
+        """Prints that a stopped sweep can be continued."""
         text = f"\ntraceloom: the same command goes on after these {self._count:,} answers ({self.path})\n"
         os.write(2, text.encode())
 
 
 def _read_first_line(path: Path) -> dict[str, Any]:
-    """The first line of the file; nothing where it is none of ours."""
+    """Returns the first line of the file; empty if the file is not a saved sweep."""
     try:
         with path.open(encoding="utf-8") as handle:
             head = json.loads(handle.readline(4096))
@@ -405,7 +406,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files"
     )
@@ -491,7 +492,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, simulate and show; returns the exit code."""
+    """Reads, simulates and shows; returns the exit code."""
     _check(args)
     is_scaled = is_asked(args)
     if args.sweep:
@@ -539,7 +540,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options that do not go together.
+    """Refuses options that cannot be combined.
 
     Raises:
         UsageError: slug `wrong-usage`.
@@ -588,7 +589,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
-    """By streams, threads and links."""
+    """Simulates by streams, threads and links."""
     from traceloom.workload.simulate import native
 
     machine: Machine | str | None = args.machine
@@ -618,7 +619,7 @@ def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
 
 
 def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
-    """As ASTRA-sim does."""
+    """Simulates like ASTRA-sim."""
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.workload.simulate.astra_sim.config import read_network, read_system
     from traceloom.workload.simulate.astra_sim.run import simulate

@@ -1,4 +1,4 @@
-"""Verb trace, agent or fleet."""
+"""`traceloom trace`: traces running processes through the host agent or the fleet's service."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ examples:
   traceloom trace --cancel 3f0a9c1be77d
 """
 _POLL_S = 0.25
-_MAX_AWAY_S = 60.0  # that an agent may take to be started again
+_MAX_AWAY_S = 60.0  # max time for an agent to restart
 _REQUEST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _FILE_NAME = re.compile(
     r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}){0,5}"
@@ -52,7 +52,7 @@ _FILE_NAME = re.compile(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     targets = parser.add_argument_group("of what")
     targets.add_argument(
         "--pid",
@@ -137,11 +137,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code.
+    """Runs the verb and returns the exit code.
 
     Raises:
         UsageError: `wrong-usage`, `bad-time`.
-        OutputError: `file-exists`: something is at the output.
+        OutputError: `file-exists`: the output exists already.
         CaptureError: `nothing-traced`: nothing was kept.
         PartialError: `partly-traced`: some of it was kept.
     """
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_request(args: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for, as the body of a request."""
+    """Returns the body of the request."""
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
             "a trace needs either --steps N or --duration T",
@@ -249,7 +249,7 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
             f"{output}: {sum(target['bytes'] or 0 for target in kept_targets):,} bytes of {len(kept_targets)} profiles"
         )
         for target in kept_targets:
-            if target["pause_ns"] is not None:  # what it cost the process to be attached to
+            if target["pause_ns"] is not None:  # the time that attaching cost the process
                 line = f"{target['stem']} {target['profiler']}: stopped for {target['pause_ns'] / 1e6:.1f} ms"
                 if target["held_ns"]:
                     line += f", and {target['held_ns'] / 1e6:.1f} ms to begin, to end and to write"
@@ -269,7 +269,7 @@ def _run_agent_trace(args: argparse.Namespace, client: AgentClient) -> int:
 def _follow_progress(
     args: argparse.Namespace, client: AgentClient, request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Follow a request to its end; each change of a target is a line."""
+    """Follows a request to its end; prints a line for each change of a target."""
     from traceloom.system.sanitize import sanitize
 
     reported: dict[tuple[str, str], tuple[str, str]] = {}
@@ -288,12 +288,14 @@ def _follow_progress(
 
 
 def _poll_request(args: argparse.Namespace, client: AgentClient, request: str) -> dict[str, Any]:
-    """How far a request is; an agent that is started again goes on with it, so that is waited for."""
+    """Returns the state of a request; waits while the agent restarts, since it continues with the
+    request.
+    """
     away_until: float | None = None
     while True:
         try:
             answer: dict[str, Any] = client.get(f"requests/{request}")
-        except InputError as error:  # noqa: PERF203  (it is asked again)
+        except InputError as error:  # noqa: PERF203  (it is retried)
             if error.slug != "no-agent" or (
                 away_until is not None and time.monotonic() > away_until
             ):
@@ -312,8 +314,8 @@ def _poll_request(args: argparse.Namespace, client: AgentClient, request: str) -
 
 
 def _format_target(target: dict[str, Any]) -> str:
-    """A target, its state in the words of the HTTP interface, and why: `traceloom explain` explains
-    the slug.
+    """Formats a target, its state in the terms of the HTTP interface, and the reason: `traceloom
+    explain` explains the slug.
     """
     reason = f"  {target['detail']} ({target['reason']})" if target["reason"] else ""
     return f"{target['stem']:<10} {target['profiler']:<11} {target['state']:<9}{reason}".rstrip()
@@ -322,14 +324,15 @@ def _format_target(target: dict[str, Any]) -> str:
 def download(
     output: Path, names: Collection[str], fetch: Callable[[str, Path], object], hint: str = ""
 ) -> None:
-    """Fetch all files of a capture, those in its folders too, beside where they go, and put them
-    there at once.
+    """Downloads all files of a capture, including those in its folders, next to the output, and
+    then moves them there at once.
 
     Raises:
-        OutputError: `cannot-write`; `unsafe-name`: a file of the answer would lie elsewhere. Nothing is written then.
+        OutputError: `cannot-write`; `unsafe-name`: a file of the response would be outside of the
+            directory. Nothing is written then.
     """
     for name in names:
-        if not _FILE_NAME.fullmatch(name):  # nothing of an answer leaves the directory
+        if not _FILE_NAME.fullmatch(name):  # no file of a response leaves the directory
             raise OutputError(f"a file of the capture is called {name[:80]!r}", slug="unsafe-name")
     try:
         directory = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
@@ -353,7 +356,9 @@ def download(
 
 
 def _parse_time(text: str) -> int:
-    """`+30s` from now, or a date and time (of this zone where it says none); in ns since the epoch."""
+    """Parses `+30s` from now, or a date and time (local if it has no zone); returns ns since the
+    epoch.
+    """
     if text.startswith("+"):
         try:
             return time.time_ns() + round(types.parse_duration(text[1:]) * 1e9)
@@ -392,12 +397,12 @@ def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
 
 
 _FLEET_POLL_S = 0.5
-_FLEET_GIVE_UP_S = 120.0  # that a service may take to be started again
+_FLEET_GIVE_UP_S = 120.0  # max time for a service to restart
 
 
 def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[str, Any]) -> int:
-    """Ask, follow it to its end, and fetch the capture where `--output` says so; returns the exit
-    code.
+    """Sends the request, follows it to its end, and downloads the capture to `--output`; returns
+    the exit code.
 
     Raises:
         UsageError: `wrong-usage`.
@@ -470,7 +475,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
 def _watch_fleet_trace(
     args: argparse.Namespace, client: FleetClient, request: dict[str, Any]
 ) -> dict[str, Any]:
-    """Follow a request to its end; each change of it or of a host is a line."""
+    """Follows a request to its end; prints a line for each change of it or of a host."""
     reported: dict[str, str] = {}
     began, away_until = time.monotonic(), 0.0
     while True:

@@ -1,4 +1,4 @@
-"""Verb upload."""
+"""`traceloom upload`: sends captures to the fleet's service; also the client of that service."""
 
 from __future__ import annotations
 
@@ -30,57 +30,60 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._@+=-]")
 
 
 def get_token_path() -> Path:
-    """Where a service of this user leaves the token for this user's commands."""
+    """Returns where a service of this user stores the token for this user's commands."""
     return user_config_path("traceloom") / "fleet-token"
 
 
 class FleetClient:
-    """Asks a service; one connection per question.
+    """Client of the service; opens one connection per request.
 
     Args:
-        url: Its address, as `https://fleet.example.org`; "": that of the environment, else of this host.
-        token: What says who asks; "": that of the environment, else of the file that a service of this host left.
-        timeout_s: How long it may be silent.
+        url: Its URL, such as `https://fleet.example.org`; "": from the environment, else of this
+            host.
+        token: Authenticates the user; "": from the environment, else from the file that a service
+            of this host left.
+        timeout_s: Max time without a response.
 
     Raises:
-        InputError: `wrong-address`: it is no address, or leads over a network without TLS.
+        InputError: `wrong-address`: the URL is invalid, or leads over a network without TLS.
     """
 
     def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
         self.url = (url or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER).rstrip("/")
         self.timeout_s = timeout_s
-        ServiceAddress.of(self.url)  # every question carries a token
+        ServiceAddress.of(self.url)  # every request carries a token
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
         if not self._token and self.url.startswith(
             DEFAULT_SERVER.rpartition(":")[0]
-        ):  # it is of no use elsewhere
+        ):  # it is valid for this host's service only
             try:
                 self._token = get_token_path().read_text(encoding="ascii", errors="replace").strip()
-            except OSError:  # the service says that a token is needed
+            except OSError:  # the service reports that a token is needed
                 self._token = ""
 
     def get(self, route: str, **parameters: str) -> Any:
-        """What is at a route, as `captures`.
+        """Returns the response of a route, such as `captures`.
 
         Raises:
-            InputError: `no-service`: nobody answers; the service's own slug where it refuses; `agent-unclear`.
+            InputError: `no-service`: there is no response; the service's own slug where it refuses;
+                `agent-unclear`.
         """
         return self._ask("GET", route, parameters)
 
     def post(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Tell it something; errors as of `get`."""
+        """Sends a POST request; errors as for `get`."""
         return self._ask("POST", route, {}, json.dumps(body or {}).encode())
 
     def put(self, route: str, body: Mapping[str, Any]) -> Any:
-        """Set something; errors as of `get`."""
+        """Sends a PUT request; errors as for `get`."""
         return self._ask("PUT", route, {}, json.dumps(body).encode())
 
     def delete(self, route: str) -> Any:
-        """Take something away; errors as of `get`."""
+        """Sends a DELETE request; errors as for `get`."""
         return self._ask("DELETE", route, {})
 
     def fetch(self, route: str, to: BinaryIO) -> None:
-        """Write what is at a route to a file; errors as of `get`.
+        """Writes the response of a route to a file; errors as for `get`.
 
         Raises:
             OSError: It cannot be written.
@@ -88,14 +91,14 @@ class FleetClient:
         self._ask("GET", route, {}, to=to)
 
     def send(self, url: str, path: Path) -> None:
-        """PUT a file where the service said; errors as of `get`, and `upload-failed` of an object
-        store.
+        """PUTs a file to a URL from the service; errors as for `get`, and `upload-failed` of an
+        object store.
         """
         with open_regular(path) as file:
             if url.startswith("/api/v1/"):
                 self._ask("PUT", url.removeprefix("/api/v1/"), {}, file)
                 return
-            # Without the second one Azure refuses a file; others ignore it.
+            # Azure refuses a file without the second header; others ignore it.
             headers = {"Content-Length": str(path.stat().st_size), "x-ms-blob-type": "BlockBlob"}
             status, text = self._exchange("PUT", url, file, headers)
         if status >= 300:
@@ -142,8 +145,8 @@ class FleetClient:
         address = ServiceAddress(parts.hostname, parts.port or (443 if tls else 80), "", tls)
         connection = address.connection(self.timeout_s)
         connection.blocksize = _CHUNK_BYTES
-        display_url = parts._replace(query="").geturl()  # of a signed address the query is a secret
-        is_writing = False  # a full disk of this side is no fault of the service's
+        display_url = parts._replace(query="").geturl()  # the query of a signed URL is a secret
+        is_writing = False  # a full local disk is not a fault of the service
         try:
             connection.request(
                 method,
@@ -157,7 +160,7 @@ class FleetClient:
                     is_writing = True
                     to.write(chunk)
                     is_writing = False
-                if response.length:  # reading by pieces does not say that the end is missing
+                if response.length:  # reading in pieces does not report a missing end
                     raise http.client.IncompleteRead(b"", response.length)
                 return response.status, b""
             return response.status, response.read()
@@ -176,14 +179,14 @@ class FleetClient:
 
 
 def collect_files(capture: Path) -> dict[str, Path]:
-    """The files that belong to a capture, by the names that they get in the store: a file, or a
-    folder's files.
+    """Returns the files of a capture by their names in the store: a file, or the files of a folder.
 
-    Names lose what is no letter, digit or one of `. _ - @ + =`; hidden files and folders within
-    folders stay behind.
+    Characters other than letters, digits and `. _ - @ + =` are removed from names; hidden files and
+    nested folders are not included.
 
     Raises:
-        InputError: `no-inputs`: there are none; `unreadable`; `unsafe-name`: two would have one name.
+        InputError: `no-inputs`: there are none; `unreadable`; `unsafe-name`: two would have the
+            same name.
     """
     try:
         if not capture.is_dir():
@@ -220,17 +223,17 @@ def upload(
     job: str = "",
     progress: Callable[[int, int], object] = lambda *_: None,
 ) -> Any:
-    """Send a capture: the service's answer about it. What is there already, of an upload that
-    stopped, is not sent.
+    """Sends a capture and returns the service's response about it. Files from an earlier, stopped
+    upload are not sent again.
 
     Args:
         client: The service.
         capture: A recorded run's folder, or a trace.
-        job: Whose it is; "": nobody says it.
-        progress: Called with bytes that are sent and bytes in all.
+        job: Its job; "" if unknown.
+        progress: Called with sent bytes and total bytes.
 
     Raises:
-        InputError: As of `FleetClient.get` and `files_of`.
+        InputError: As for `FleetClient.get` and `collect_files`.
     """
     files, announced, sizes = collect_files(capture), [], {}
     for name, path in files.items():
@@ -273,7 +276,7 @@ _POLL_S = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     parser.add_argument(
         "captures", nargs="+", metavar="CAPTURE", help="recorded run, or trace; each is one capture"
     )
@@ -285,7 +288,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Which service is asked, and as whom."""
+    """Adds the options for the service and the token."""
     parser.add_argument(
         "--server",
         metavar="URL",
@@ -301,10 +304,10 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def create_fleet_client(args: argparse.Namespace) -> FleetClient:
-    """Who asks the service that the options name.
+    """Returns a client for the service that the options name.
 
     Raises:
-        InputError: `unreadable`: the token's file.
+        InputError: `unreadable`: the file of the token.
     """
     token = ""
     if args.token_file is not None:
@@ -316,8 +319,8 @@ def create_fleet_client(args: argparse.Namespace) -> FleetClient:
 
 
 def insert_server_options(args: argparse.Namespace, text: str) -> str:
-    """A text with commands to be copied: each asks the service that was just asked, as whoever
-    asked.
+    """Adds the options of the current service and token to the commands in a text, so that they can
+    be copied.
     """
     server = f" --server {shlex.quote(FleetClient(args.server).url)}"
     token = f" --token-file {shlex.quote(str(args.token_file))}" if args.token_file else ""
@@ -329,7 +332,7 @@ def insert_server_options(args: argparse.Namespace, text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send them; returns the exit code."""
+    """Sends them; returns the exit code."""
     client = create_fleet_client(args)
     answers = []
     with Progress(enabled=not args.quiet) as progress:
@@ -343,7 +346,7 @@ def run(args: argparse.Namespace) -> int:
             while args.wait and answer["state"] in {"received", "checked", "analysed"}:
                 progress.say(f"{args.captures[index]}: {answer['state']}")
                 time.sleep(_POLL_S)
-                answer = client.get(f"captures/{answer['id']}")  # noqa: PLW2901  (the same, later)
+                answer = client.get(f"captures/{answer['id']}")  # noqa: PLW2901  (the same upload, later)
             answers[index] = answer
     if args.json:
         print(json.dumps(answers, indent=2))

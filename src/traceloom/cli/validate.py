@@ -1,4 +1,4 @@
-"""`traceloom validate`: what is wrong with a set of `.et` files."""
+"""`traceloom validate`: checks a set of `.et` files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(
         parser,
         ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set",
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Validate; exit code 5 where something is wrong."""
+    """Validates; returns exit code 5 where there are problems."""
     from traceloom.workload.chakra.validate import validate
 
     with Progress(enabled=not args.quiet) as progress:
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         letters: dict[int, str] = {}
         if not (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf"):
-            from traceloom.report.views.terminal_table import ASCII_FALLBACKS as letters  # noqa: N811  (those that it knows)
+            from traceloom.report.views.terminal_table import ASCII_FALLBACKS as letters  # noqa: N811  (the characters that it replaces)
         for line in _render_problems(verdict, quiet=args.quiet):
             print(restore_addresses(line).translate(letters))
     broken = verdict.errors + (verdict.warnings if args.strict else 0)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _render_problems(verdict: ValidationResult, *, quiet: bool) -> Iterator[str]:
-    # What breaks one rule, equally badly, in all files is said once.
+    # A problem that breaks one rule at one severity in all files is printed once.
     alike: dict[tuple[str, str], list[Problem]] = {}
     for problem in verdict.problems:
         alike.setdefault((problem.rule, problem.severity), []).append(problem)

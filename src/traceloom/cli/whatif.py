@@ -1,4 +1,4 @@
-"""`traceloom whatif`: what a change would save."""
+"""`traceloom whatif`: estimates what a change would save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ changes: [rank N[,M]] TARGET [~ REGEX] ACTION
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the verb."""
+    """Declares the options of the verb."""
     types.add_inputs(parser, "trace file, directory of traces, or recorded run")
     parser.add_argument(
         "--set",
@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, link, evaluate and show; returns the exit code."""
+    """Reads, links, evaluates and shows; returns the exit code."""
     from traceloom.changes.changes import parse
     from traceloom.changes.whatif import changed_graph, scenario_of, whatif
     from traceloom.formats import load
