@@ -1,6 +1,6 @@
 """Reports: one document per run, and the views drawn from it.
 
-Names are loaded when they are first used: who only draws a graph does not load the analyses.
+Names are loaded when they are first used: code that only draws a graph does not load the analyses.
 """
 
 from __future__ import annotations

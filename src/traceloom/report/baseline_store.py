@@ -1,4 +1,4 @@
-"""Where baselines are kept: a directory, or any place that fsspec can write to."""
+"""Stores baselines in a directory, or in any place that fsspec can write to."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _MAX_BYTES = 1 << 28
 
 
 class FileStore(Protocol):
-    """Files by name, in one folder."""
+    """Access to files in one folder by name."""
 
     def names(self) -> list[str]:
-        """Names of the files, sorted; none where the folder does not exist."""
+        """Returns the names of the files, sorted; empty where the folder does not exist."""
 
     def read(self, name: str) -> bytes | None:
-        """Content of a file; None where there is none."""
+        """Returns the content of a file; None where it does not exist."""
 
     def write(self, name: str, data: bytes, *, force: bool) -> str:
-        """Write a whole file or none; returns where it is."""
+        """Writes a file atomically; returns its path."""
 
 
 class BaselineStore:
@@ -43,7 +43,8 @@ class BaselineStore:
         where: A directory, or a URL of a file system that fsspec knows (`s3://bucket/baselines`).
 
     Raises:
-        UsageError: `no-fsspec`: a URL, and fsspec or what it needs for such URLs is not installed.
+        UsageError: `no-fsspec`: a URL, and fsspec or the package that it needs for such URLs is not
+            installed.
     """
 
     def __init__(self, where: str = DEFAULT_DIRECTORY) -> None:
@@ -53,14 +54,14 @@ class BaselineStore:
         )
 
     def names(self) -> list[str]:
-        """Names of the baselines, sorted."""
+        """Returns the names of the baselines, sorted."""
         names = (
             name.removesuffix(_SUFFIX) for name in self._place.names() if name.endswith(_SUFFIX)
         )
         return [name for name in names if _NAME.fullmatch(name)]
 
     def save(self, name: str, runs: Sequence[RunSummary], saved_unix_s: int, *, force: bool) -> str:
-        """Keep the summaries of runs under a name; returns where.
+        """Saves the summaries of runs under a name; returns the path.
 
         Raises:
             UsageError: `bad-baseline-name`.
@@ -71,7 +72,7 @@ class BaselineStore:
         return self._place.write(f"{name}{_SUFFIX}", data, force=force)
 
     def load(self, name: str) -> Baseline:
-        """The baseline of a name.
+        """Loads a baseline.
 
         Raises:
             UsageError: `bad-baseline-name`; `no-such-baseline`.
@@ -96,7 +97,7 @@ class BaselineStore:
 
 
 def check_baseline_name(name: str) -> str:
-    """A name that is one, and stays in its folder.
+    """Returns the name if it is valid and stays in its folder.
 
     Raises:
         UsageError: `bad-baseline-name`.
@@ -145,9 +146,9 @@ class _LocalDirectory:
 
 
 class _RemoteDirectory:
-    """Any file system of fsspec.
+    """A folder of any fsspec file system.
 
-    What goes wrong there may be any exception of a library that we do not know.
+    Errors may be any exception of an unknown library.
     """
 
     def __init__(self, url: str) -> None:
@@ -189,7 +190,7 @@ class _RemoteDirectory:
                 self._fs.pipe_file(temporary_path, data)
                 self._fs.mv(temporary_path, path)
             except BaseException:
-                with suppress(Exception):  # what went wrong first is what counts
+                with suppress(Exception):  # the first error is the relevant one
                     self._fs.rm_file(temporary_path)
                 raise
         except Exception as error:

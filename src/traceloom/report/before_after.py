@@ -1,8 +1,8 @@
-"""Two timelines, one above the other (what-if, simulation, replay).
+"""Two timelines, one above the other, for what-if, simulation and replay.
 
-Each lane stands there twice, as it was and as it would be. Columns of its own: `twin` (the same
-piece on the other lane, as a position plus one; 0 where it is gone) and `changed` (1 where it holds
-something that the changes are about).
+Each lane appears twice, before and after the changes. Additional columns: `twin` (position plus one
+of the same piece on the other lane; 0 where it is gone) and `changed` (1 where it holds a changed
+node).
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from traceloom.trace.vocabulary import CATEGORIES
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
 
-MAX_RANKS_SHOWN = 3  # up to here every rank is shown
+MAX_RANKS_SHOWN = 3  # up to this number every rank is shown
 _HOST_LANES, _DEVICE_LANES = 2, 4  # of a rank
 _DEVICE_WORK = (gs.KERNEL, gs.COPY, gs.FILL)
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedLanes:
-    """What is shown.
+    """The displayed ranks and lanes.
 
     Attributes:
-        ranks: The ranks in the order they are shown, each with why; "" where all are shown.
-        of: How many ranks there are.
-        lanes: Rows of the graph's lanes in the order they are shown: lane, rank, kind, name, with the columns `title`.
+        ranks: The ranks in display order, each with the reason; "" where all are shown.
+        of: Number of ranks.
+        lanes: Rows of the graph's lanes in display order: lane, rank, kind, name, with the columns
+            `title`.
         left_out: Lanes of these ranks with work that are not shown.
     """
 
@@ -56,7 +57,7 @@ class SelectedLanes:
     left_out: int
 
     def sentence(self) -> str:
-        """The choice in words; empty where everything is drawn."""
+        """Describes the choice; empty where everything is drawn."""
         sentences = []
         if len(self.ranks) < self.of:
             rank_list = "; ".join(f"rank {rank} ({reason})" for rank, reason in self.ranks.items())
@@ -77,15 +78,15 @@ class SelectedLanes:
 def select_lanes(
     graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]
 ) -> SelectedLanes:
-    """The ranks that matter, and their lanes.
+    """Selects the relevant ranks, and their lanes.
 
-    The slowest, the one that gains most, the median one; the one whose work decides how long it
-    takes, before and after; and the one that the changes are about, where they are about one.
+    These are the slowest rank, the one that gains most, the median one; those with most of the
+    critical path before and after; and the rank with the changes, if they are all on one.
 
     Args:
         graph: The graph as measured.
         ranks: rank, before_ns, after_ns, saved_ns of each rank, as `WhatIf.ranks`.
-        changed: What the changes are about, shape (nodes,).
+        changed: Which nodes are changed, shape (nodes,).
         paths: The nodes of the critical path before and after.
     """
     roles = _describe_roles(graph, ranks, changed, paths)
@@ -115,8 +116,8 @@ def select_lanes(
         .join(on_path, on="lane", how="left")
         .with_columns(pl.col("kind").cast(pl.String), pl.col("decides").fill_null(0))
     )
-    # the thread that records most, and then those that decide how long it takes or communicate
-    # themselves (gloo)
+    # the thread with most events, then those on the critical path or that communicate themselves
+    # (gloo)
     main = (pl.col("count") == pl.col("count").max().over("rank")).alias("main")
     host = lanes.filter(kind="host").with_columns(main)
     sort_columns = ["rank", "main", "decides", "talks", "count", "lane"]
@@ -158,12 +159,12 @@ def _describe_roles(
         .agg(computes=work.sum(), changes=pl.col("duration_ns").filter("changed").sum())
     )
     rank_totals = ranks.join(rank_changes, on="rank", how="left").fill_null(0)
-    # ranks that wait for each other take equally long: of these the one that computes longest is
-    # the slowest
+    # Ranks that wait for each other take equally long: of these, the one that computes longest is
+    # the slowest.
     order = rank_totals.sort("before_ns", "computes", "rank")["rank"].to_list()
     gains = rank_totals.sort("saved_ns", "changes", -pl.col("rank"))["rank"].to_list()
     changes = rank_totals.sort("changes", -pl.col("rank"))
-    deciding = []  # the rank that most of each path belongs to
+    deciding = []  # the rank with most of each path
     for path in paths:
         spent = (
             graph.nodes.select("rank", "work_ns")[path]
@@ -188,24 +189,24 @@ def _describe_roles(
     return roles
 
 
-_MIN_CELLS = 256  # pieces of a lane at the least, however many lanes there are
+_MIN_CELLS = 256  # min pieces of a lane, however many lanes there are
 
 
 @dataclass(frozen=True, slots=True)
 class MergedNodes:
-    """Pieces, in the order of lanes and of their time before.
+    """Pieces, ordered by lane and time before.
 
     Shapes: P = pieces; (2, P) is before and after.
 
     Attributes:
         lane: The lane of each, (P,).
-        start: First moment, ns, (2, P); 0 where nothing of it is there.
-        end: Last moment, ns, (2, P); the start where nothing of it is there.
-        longest: The node that takes longest of it, (2, P); -1 where nothing of it is there.
-        count: How many nodes it stands for, (P,).
+        start: Earliest start, ns, (2, P); 0 where the piece is absent.
+        end: Latest end, ns, (2, P); the start where the piece is absent.
+        longest: Its longest node, (2, P); -1 where the piece is absent.
+        count: Number of merged nodes, (P,).
         first: Row in `order` of its first node, (P,).
         order: The nodes, piece by piece.
-        grain_ns: What was put together is shorter than this; 0 where nothing was.
+        grain_ns: Merged nodes are shorter than this; 0 where nothing was merged.
     """
 
     lane: Ints
@@ -219,17 +220,17 @@ class MergedNodes:
 
 
 def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
-    """Put nodes together until there are few enough.
+    """Merges nodes until there are at most `limit` pieces.
 
     Neighbours on a lane become one piece when all of them lie in the same stretch of time before
     and in the same stretch of time after, and none is longer than a stretch. Stretches grow until
-    few enough pieces are left.
+    at most `limit` pieces are left.
 
     Args:
         lane: The lane of each node, shape (N,).
         start: Start before and after, ns >= 0, shape (2, N).
         end: End before and after, ns, shape (2, N).
-        limit: The most pieces.
+        limit: Max number of pieces.
     """
     order = np.lexsort((start[1], start[0], lane)).astype(np.int64)
     lane, start, end = lane[order], start[:, order], end[:, order]
@@ -240,7 +241,7 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
         grain = -(-span // cells)
         long: Bools = np.any(end - start >= grain, axis=0)
         new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
-        # nothing can be seen of a node that is gone: it does not separate its neighbours
+        # a removed node is invisible and does not separate its neighbours
         for cell in np.where(end > start, start // grain, -1):
             latest = np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))
             latest_cells = cell[latest]
@@ -250,9 +251,7 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
             )
         heads = np.flatnonzero(new)
         cells = cells * 3 // 4
-    if (
-        heads.size > limit
-    ):  # where after is in another order than before, stretches part few neighbours or all
+    if heads.size > limit:  # where the order changes, stretches separate few neighbours or all
         lane_starts = np.flatnonzero(np.diff(lane, prepend=-1))
         heads = np.union1d(lane_starts, heads[:: -(-heads.size // limit)])
     if not heads.size:
@@ -283,11 +282,11 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
 
 MAX_PIECES = 40_000  # pieces, each drawn twice: at most about half a megabyte of page
 _MAX_STRETCHES = 3_000  # of each critical path
-_PICTURE_PARTS = 2_000  # parts of the picture: what is shorter does not part the line of a path
+_PICTURE_PARTS = 2_000  # resolution of the drawing: shorter gaps do not split the line of a path
 _MAX_NAME_CHARS = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
 _DEFAULT_NAMES = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
-# Files of other writers name no categories.
+# Files of other writers have no categories.
 _DEFAULT_CATEGORIES = {
     gs.KERNEL: "kernel",
     gs.COPY: "copy",
@@ -305,12 +304,12 @@ _KIND_CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfterTimeline:
-    """The picture.
+    """A packed timeline before and after.
 
     Attributes:
-        payload: Base64 text, see `packing`.
-        shown: Pieces of time in it, before and after counted once.
-        said: What is drawn and what is not, in words.
+        payload: Base64 text, see `traceloom.report.views.page_table`.
+        shown: Number of pieces, before and after counted once.
+        said: Describes what is drawn and what is not.
     """
 
     payload: str
@@ -321,13 +320,13 @@ class BeforeAfterTimeline:
 def build(
     graph: Graph, scenario: Scenario, result: WhatIf, *, limit: int = MAX_PIECES
 ) -> BeforeAfterTimeline | None:
-    """Pack the timelines before and after changes; None where the graph has nothing to draw.
+    """Packs the timelines before and after changes; None where the graph has nothing to draw.
 
     Args:
-        graph: As it was measured.
-        scenario: With the changes.
-        result: What the scenario came to.
-        limit: The most pieces of time to embed.
+        graph: The graph as measured.
+        scenario: The scenario with the changes.
+        result: The result of the scenario.
+        limit: Max number of embedded pieces.
     """
     if not result.ranks.height:
         return None
@@ -345,15 +344,15 @@ def pack_both(
     labels: tuple[str, str] = ("before", "after"),
     paths: bool = True,
 ) -> BeforeAfterTimeline | None:
-    """Pack the timelines of the same nodes at two times; None where there is nothing to draw.
+    """Packs two timelines of the same nodes; None where there is nothing to draw.
 
     Args:
         graph: Before.
         other: After: the same nodes on the same lanes.
-        changed: What is marked, shape (nodes,).
+        changed: Which nodes are marked, shape (nodes,).
         ranks_of: rank, before_ns, after_ns, saved_ns of each rank.
-        limit: The most pieces of time to embed.
-        labels: What the two sides are called.
+        limit: Max number of embedded pieces.
+        labels: Names of the two sides.
         paths: Whether the critical paths are drawn.
     """
     critical = [find_critical_path(graph), find_critical_path(other)] if paths else []
@@ -422,7 +421,9 @@ def pack_both(
 def _build_columns(
     graph: Graph, merged: MergedNodes, visible_nodes: ArrayTypesInts, changed: Bools
 ) -> tuple[dict[str, ArrayTypesInts], dict[str, object], list[int]]:
-    """The columns of the events, the texts they point to, and how many events each lane has."""
+    """Returns the columns of the events, the texts they refer to, and how many events each lane
+    has.
+    """
     present = merged.end > merged.start
     side, piece_index = np.nonzero(present)
     lane, start = merged.lane[piece_index] * 2 + side, merged.start[side, piece_index]
@@ -435,8 +436,8 @@ def _build_columns(
     marks = np.add.reduceat(changed[visible_nodes[merged.order]].astype(np.int64), merged.first) > 0
     counts = np.bincount(lane, minlength=2 * (int(merged.lane.max()) + 1)).tolist()
     unit = max(int(np.gcd.reduce([np.gcd.reduce(start), np.gcd.reduce(duration)])), 1)
-    # Name and kind of each event, as numbers of a table; names beyond what a page can hold are left
-    # out
+    # Encode name and kind of each event as numbers of a table; names beyond the limit of a page are
+    # omitted.
     labelled_nodes = graph.nodes.select("name", "kind", "category")[
         visible_nodes[merged.longest[side, piece_index]]
     ]
@@ -529,11 +530,11 @@ def _build_lanes(
 def _build_path_stretches(
     path: Path, start: ArrayTypesInts, end: ArrayTypesInts, lane: ArrayTypesInts, span: int
 ) -> list[list[int]]:
-    """The nodes of a critical path on the lanes that are drawn; neighbours on a lane as one where
-    there are many.
+    """Returns the nodes of a critical path on the drawn lanes; neighbours on a lane are merged
+    where there are many.
 
     Returns:
-        [lane, start, end], and a trailing 1 where the path came there over lanes that are not drawn.
+        [lane, start, end], and a trailing 1 where the path arrives over lanes that are not drawn.
     """
     path_nodes = path.nodes[::-1]
     visible = (lane[path_nodes] >= 0) & (end[path_nodes] > start[path_nodes])

@@ -1,4 +1,4 @@
-"""A calibration as a document, and on a terminal."""
+"""Builds the document of a calibration and renders it on a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPANS = {"inside": "in a host", "between": "in several"}
 
 
 def build_calibration(answer: Calibration) -> CalibrationDocument:
-    """The document: the fits, what they rest on, and the machine as its file has it."""
+    """Builds the document: the fits, their data, and the machine as in its file."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -44,7 +44,7 @@ def build_calibration(answer: Calibration) -> CalibrationDocument:
 
 
 def summarise_calibration(answer: Calibration) -> str:
-    """What was fitted, in words."""
+    """Describes what was fitted."""
     if answer.samples.is_empty():
         return "No collectives."
     classes = answer.transfers.select("collective", "span", "ranks").n_unique()
@@ -58,7 +58,7 @@ def summarise_calibration(answer: Calibration) -> str:
 
 
 def render_calibration(document: CalibrationDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal."""
+    """Yields the lines on a terminal."""
     yield Text(fit_name(document["machine"].get("name", ""), width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width)
@@ -79,7 +79,7 @@ def render_calibration(document: CalibrationDocument, width: int) -> Iterator[Te
 
 
 def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator[Text]:
-    """The fits as lines on a terminal, with a heading."""
+    """Yields the fits as lines on a terminal, with a heading."""
     yield from render_heading("Transfers", "latency + bytes on the bus / bandwidth", width)
     cells: list[list[Cell]] = [
         [

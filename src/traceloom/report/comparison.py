@@ -1,4 +1,4 @@
-"""`traceloom diff`."""
+"""The comparison of two runs (`traceloom diff`): document, page and terminal."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ VERSION = 1
 
 
 def build(comparison: Comparison, base: Session, new: Session) -> ComparisonDocument:
-    """The document.
+    """Builds the document.
 
     Times are integer nanoseconds per step; `base_kernel`, `new_kernel`, shapes and ranks are null
-    where that side does not have or say them.
+    where that side does not have or record them.
 
     Args:
         comparison: The comparison.
-        base: What it was.
-        new: What it is now.
+        base: The base run.
+        new: The new run.
     """
     return {
         "format": FORMAT,
@@ -93,12 +93,14 @@ def _run(run: Session) -> ComparedRunValue:
 _LAUNCHED_HINT = "of the GPU work that it launched itself, whenever it ran"
 _ON_THREAD_HINT = "of the step's thread in it, not below it"
 _SEPARATOR = " > "
-_RENAME_WIDTH = 33  # letters of each of two names that stand for each other
+_RENAME_WIDTH = 33  # characters of each name of a renamed pair
 _MAX_PATH_NAMES = 3  # names of a path that are shown beside an operator
 
 
 def build_tables(document: ComparisonDocument) -> Iterator[Table]:
-    """Conditions that differ, then parts of the step, kernels and operators that changed."""
+    """Yields the differing conditions, then parts of the step, kernels and operators
+    that changed.
+    """
     note = "Where a decisive one differs, times cannot be held against each other."
     yield from build_conditions_table(document, "diff-conditions", note)
     parts = [
@@ -185,7 +187,9 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
 def build_conditions_table(
     document: ComparisonDocument | VerdictDocument, key: str, note: str
 ) -> Iterator[Table]:
-    """The conditions that differ, where there are any; the note where a decisive one does."""
+    """Yields the table of differing conditions, if any; with the note where a decisive
+    one differs.
+    """
     columns = [
         Col("condition", "Condition", kept=True),
         Col("base", "Base", kept=True),
@@ -203,8 +207,8 @@ def build_conditions_table(
 
 
 def _build_time_columns(hint: str, prefix: str = "", *, adds_up: bool = False) -> list[Col]:
-    """Both sides and what changed; `prefix` is the prefix of the row's keys, which are of
-    `base_{of}ns` then.
+    """Returns the columns of both sides and the change; `prefix` is a prefix of the row's keys,
+    which are then `base_{prefix}ns`.
     """
     difference = f"{prefix}difference_ns"
     return [
@@ -232,14 +236,16 @@ def _build_operators_table(
     prefix: str,
     hint: str,
 ) -> Iterator[Table]:
-    """The operators that changed by one of their times, of so many, the largest differences first."""
+    """Returns a table of the operators that changed by one of their times, out of `count`, the
+    largest differences first.
+    """
     status: Literal["host_status", "status"] = "host_status" if prefix == "host_" else "status"
     difference: Literal["host_difference_ns", "duration_difference_ns"] = (
         "host_difference_ns" if prefix == "host_" else "duration_difference_ns"
     )
     rows: list[dict[str, object]] = []
     for row in sorted(changed, key=lambda row: -abs(row[difference])):
-        # the operator first, then what it stands in, the nearest first
+        # the operator first, then its enclosing scopes, the nearest first
         names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
         location = " in ".join(names[:_MAX_PATH_NAMES]) + (
             " in …" if len(names) > _MAX_PATH_NAMES else ""
@@ -268,12 +274,12 @@ def _build_operators_table(
 
 
 def _format_status_counts(statuses: Iterable[str]) -> str:
-    """How many of each status, as words."""
+    """Formats how many rows have each status."""
     return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items())
 
 
 def _format_call_counts(base: float, new: float) -> str:
-    """How often per step, on both sides where they differ."""
+    """Formats the calls per step, of both sides where they differ."""
     before, after = units.format_number(base), units.format_number(new)
     return before if before == after else f"{before} → {after}"
 
@@ -307,7 +313,7 @@ _TREE_NOTE = "The operators of a usual step, and what they call below them; as w
 
 
 def render(document: ComparisonDocument) -> str:
-    """The comparison as one HTML page that needs nothing but itself."""
+    """Renders the comparison as one self-contained HTML page."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     columns = [
         Col("side", "Side"),
@@ -321,7 +327,7 @@ def render(document: ComparisonDocument) -> str:
     longest = max(document["base_ns"], document["new_ns"], 1)
     out = []
     for side, time in _SIDES:
-        sums: dict[str, int] = {}  # by kind: idle time as one
+        sums: dict[str, int] = {}  # by kind: idle time is one kind
         for row in document["breakdown"]:
             kind = row["part"].split(":")[0]
             sums[kind] = sums.get(kind, 0) + row[time]
@@ -363,7 +369,7 @@ def render(document: ComparisonDocument) -> str:
 
 
 def render_sections(document: ComparisonDocument) -> Iterator[RenderedSection]:
-    """The tables of a comparison, with the call tree behind where the difference lies."""
+    """Yields the tables of a comparison; the call tree follows the parts of the step."""
     for table in build_tables(document):
         yield render_table_section(table)
         if table.key == "diff-parts" and (picture := call_tree(document["tree"])):
@@ -371,7 +377,7 @@ def render_sections(document: ComparisonDocument) -> Iterator[RenderedSection]:
 
 
 def render_table_section(data_table: Table) -> RenderedSection:
-    """A table as a section of its own."""
+    """Renders a table as a section."""
     table_html = render_html_table(
         data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
     )
@@ -384,12 +390,12 @@ def render_table_section(data_table: Table) -> RenderedSection:
 
 
 def call_tree(tree: list[ComparedBoxRow]) -> str:
-    """Both runs in one flame graph: the largest boxes; what the others hold is held by those above
-    them.
+    """Draws both runs in one flame graph: the largest boxes; smaller ones are part of the boxes
+    above them.
     """
     host = [(row["base_host_ns"], row["new_host_ns"]) for row in tree]
     device = [(row["base_duration_ns"], row["new_duration_ns"]) for row in tree]
-    wide: list[list[int]] = []  # the larger side of what a box took itself, and all boxes below it
+    wide: list[list[int]] = []  # per box: the larger side of its own time, and all boxes below it
     for times in (host, device):
         self_times = [list(both) for both in times]
         for row, both in zip(tree, times, strict=True):
@@ -403,8 +409,8 @@ def call_tree(tree: list[ComparedBoxRow]) -> str:
                 widths[parent] += widths[index]
         wide.append(widths)
     weight = [max(sizes[index] / max(sizes[0], 1) for sizes in wide) for index in range(len(tree))]
-    # A box is no larger than that above it, which stands before it: what is above a chosen box is
-    # chosen as well.
+    # A box is at most as large as its parent, which precedes it: the parent of a selected box is
+    # selected too.
     visible = [index for index in range(len(tree)) if weight[index] > 0]
     selected = sorted(sorted(visible, key=lambda at: -weight[at])[:_MAX_BOXES])
     number = {index: k for k, index in enumerate(selected)}
@@ -436,28 +442,28 @@ def call_tree(tree: list[ComparedBoxRow]) -> str:
 
 
 def show(document: ComparisonDocument, top: int, stream: TextIO) -> None:
-    """Write the comparison to a stream.
+    """Writes the comparison to a stream.
 
     Args:
-        document: Of `traceloom.report.comparison.build`.
+        document: The result of `traceloom.report.comparison.build`.
         top: Rows of each table.
-        stream: Where to; with colours where it is a terminal.
+        stream: The output; with colours where it is a terminal.
     """
     terminal.print_lines(partial(render_terminal, document, top), stream)
 
 
 def render_terminal(document: ComparisonDocument, top: int, width: int) -> Iterator[Text]:
-    """The lines, none wider than `width`."""
+    """Yields the lines, none wider than `width`."""
     yield from render_sides((document["base"]["name"], 1), (document["new"]["name"], 1), width)
     yield from render_paragraph(document["sentence"], width, "bold")
     for table in build_tables(document):
-        # What differs is never cut short: it decides how the rest is read.
+        # Differing conditions and parts are never truncated: they decide how the rest is read.
         rows = len(table.rows) if table.key in ("diff-conditions", "diff-parts") else top
         yield from render_declared_table(table, ReportOptions(top=rows), width)
 
 
 def render_sides(base: tuple[str, int], new: tuple[str, int], width: int) -> Iterator[Text]:
-    """What the base and the new side are called, and of how many runs each is where they are
+    """Yields the names of the base and the new side, with the number of runs where there are
     several.
     """
     for side, (name, runs) in (("base", base), ("new", new)):

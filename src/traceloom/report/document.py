@@ -1,5 +1,5 @@
-"""Document, Section, Table, Figure as values; unknown values with reasons; JSON and its schema
-derived.
+"""Values of a document: Section, Table, Col, unknown values with reasons, and the JSON schema
+derived from them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 Cells = Mapping[str, Any]
-"""A row as views see it: values by the keys of columns, whatever results they are of."""
+"""A row as views see it: values by the keys of columns, for any kind of result."""
 PICTURES = ("bar", "spark")
 KINDS = (*UNITS, "grade", "delta", *PICTURES)
-"""Kinds of a column: what its values are, so that every view writes them with a unit."""
+"""Kinds of a column: the kind of its values, so that every view writes them with a unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One stretch of time as a stacked bar.
+    """A duration as a stacked bar.
 
     Attributes:
         parts: (label, colour group, nanoseconds), from left to right.
-        whole: What the parts are shares of.
-        longest: The stretch that is as long as the column; None where every bar is.
+        whole: The total of which the parts are shares.
+        longest: The duration that fills the column; None where every bar fills it.
     """
 
     parts: Sequence[tuple[str, str, int]]
@@ -50,15 +50,16 @@ class Col:
     Attributes:
         key: Key of the row, and the name of the column in the page's address.
         title: Heading.
-        kind: One of `KINDS`: text; name (long, may be cut); grade (how bad a notice is); time in ns; bytes;
-            count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in B/s; bar (a
-            `Bar`); spark (a list of numbers, drawn on terminals only); delta (a difference in ns,
-            drawn from the middle).
-        hint: What is counted; shown on hover.
-        narrow: Whether it also stands on a terminal of 80 columns.
+        kind: One of `KINDS`: text; name (long, may be cut); grade (severity of a notice); time in
+            ns; bytes; count; share from 0 to 1; number; flops; flop_rate in FLOP/s; byte_rate in
+            B/s; bar (a `Bar`); spark (a list of numbers, drawn on terminals only); delta (a
+            difference in ns, drawn from the middle).
+        hint: The meaning of the values; shown on hover.
+        narrow: Whether it also appears on a terminal of 80 columns.
         swatch: Colour group shown before the title.
         scale: Columns with the same scale share one unit, so that they can be compared.
-        kept: Whether it stands on terminals of any width, as what is compared does: texts wrap instead.
+        kept: Whether it appears on terminals of any width, for example the compared values: texts
+            wrap instead.
     """
 
     key: str
@@ -82,22 +83,22 @@ class Col:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table, drawn by every view: all rows in the page, the first `--top` of them on a
-    terminal.
+    """A table that every view draws: all rows in the page, the first `--top` of them on a terminal.
 
     Attributes:
         key: Its id, unique in the report: `copies-kinds`.
         title: Heading; the first letter is a capital.
-        columns: In the order of the page. The last column of kind `name`, `bar` or `spark` takes what room is left on a
-            terminal.
-        rows: Dicts in the order to be shown; a missing or null value shows as unknown.
-        path: Where the rows stand in the document (`copies.kinds`), so that unknown values can say why.
+        columns: In the order of the page. The last column of kind `name`, `bar` or `spark` takes
+            the remaining width of a terminal.
+        rows: Dicts in display order; a missing or null value shows as unknown.
+        path: Path of the rows in the document (`copies.kinds`), for the reasons of unknown values.
         note: One sentence below the heading.
-        unknown: Why values are unknown, by column, beside what `path` says.
-        position: Place in the document's `ranks` of the rank that it is about; the page shows that of the chosen rank.
+        unknown: Reasons of unknown values by column, in addition to those of `path`.
+        position: Index in the document's `ranks` of its rank; the page shows the table of the
+            chosen rank.
         picture: SVG or HTML above it in the page; names from traces escaped.
-        weight: Where not all rows are shown: the column whose largest rows are, in their order.
-        brief: Whether it stands in the short report on a terminal, if its section is of the core.
+        weight: If not all rows are shown: the column by which the largest are kept, in their order.
+        brief: Whether it appears in the short report on a terminal, if its section is of the core.
     """
 
     key: str
@@ -114,12 +115,12 @@ class Table:
 
 
 def format_yes_no(value: bool | None) -> str | None:
-    """A cell that answers a question; None stays unknown."""
+    """Formats a boolean cell; None stays unknown."""
     return None if value is None else "yes" if value else "no"
 
 
 def format_cell(column: Col, value: Any) -> str:
-    """A cell as text, with its unit; `-` for what is unknown."""
+    """Formats a cell as text, with its unit; `-` if unknown."""
     if column.numeric or value is None:
         return units.format_value(value, column.kind)
     return sanitize(str(value))
@@ -127,7 +128,7 @@ def format_cell(column: Col, value: Any) -> str:
 
 _TIME_COLUMNS = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")
 
-# Path in the document -> why a value there can be unknown, where its column does not say. `[*]`
+# Path in the document -> why a value there can be unknown, if its column does not declare it. `[*]`
 # stands for any row.
 UNKNOWN_REASONS = {
     "ranks[*].devices": "no GPU work was recorded",
@@ -176,7 +177,9 @@ UNKNOWN_REASONS = {
 
 
 class UnknownValues:
-    """Collects the reasons while a document is built; a path is explained once."""
+    """Collects the reasons of unknown values while a document is built; a path is
+    explained once.
+    """
 
     def __init__(self, epoch_ns: int, extra_reasons: Mapping[str, str] | None = None) -> None:
         self.epoch_ns = epoch_ns
@@ -184,8 +187,8 @@ class UnknownValues:
         self._reasons: dict[str, str] = {}
 
     def say(self, path: str, reason: str | None = None) -> None:
-        """Explain the unknown or empty value at `path`: by `reason`, else as the path or its column
-        is declared.
+        """Explains the unknown or empty value at `path`: by `reason`, else by the declared reason
+        of the path or its column.
         """
         if reason is None and (reason := self._known.get(path)) is None:
             parent_path, _, name = path.replace("[*]", "").rpartition(".")
@@ -194,8 +197,8 @@ class UnknownValues:
         self._reasons.setdefault(path, reason or "the trace does not say")
 
     def rows(self, frame: pl.DataFrame, path: str) -> list[Any]:
-        """The rows of a frame as they stand at `path` of the document: times relative, each null
-        column explained.
+        """Returns the rows of a frame as they are at `path` of the document: times relative, each
+        null column explained.
         """
         times = [name for name in frame.columns if name in _TIME_COLUMNS]
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
@@ -205,19 +208,19 @@ class UnknownValues:
         return to_rows(frame)
 
     def convert_list(self, frame: pl.DataFrame, path: str) -> list[Any]:
-        """`rows` of a list that is itself explained where it is empty."""
+        """As `rows`, for a list that is itself explained where it is empty."""
         if not frame.height:
             self.say(path)
         return self.rows(frame, path)
 
     def value(self, value: Any, path: str) -> Any:
-        """A single value; explained where it is null."""
+        """Returns a single value; explained where it is null."""
         if value is None:
             self.say(path)
         return value
 
     def to_list(self) -> list[AbsentRow]:
-        """`absent` of the document."""
+        """Returns `absent` of the document."""
         return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]
 
 
@@ -231,11 +234,11 @@ class ListSchema:
 
     Attributes:
         columns: Name -> Polars type.
-        what: What the list holds.
+        what: Description of the list.
         unknown: Column -> why it can be null.
         nullable: Columns that can be null for the reason that `traceloom.trace.columns` gives.
         empty: Why the list may be empty; empty where that needs no reason.
-        ranked: Whether the column `rank` stands before the others, as `Study.concat` makes it.
+        ranked: Whether the column `rank` precedes the others, as in `Measurements.concat`.
     """
 
     columns: Mapping[str, Any]
@@ -246,7 +249,7 @@ class ListSchema:
     ranked: bool = True
 
     def schema(self) -> JsonSchema:
-        """Its JSON Schema."""
+        """Returns its JSON Schema."""
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
         nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
         properties = {
@@ -256,7 +259,9 @@ class ListSchema:
         return {"description": self.what, "type": "array", "items": build_object_schema(properties)}
 
     def reasons(self, path: str) -> dict[str, str]:
-        """Path in the document -> why a value there can be unknown, where its column does not say."""
+        """Returns why values can be unknown, by path in the document, if their columns do not
+        declare it.
+        """
         rows = {f"{path}[*].{name}": reason for name, reason in self.unknown.items()}
         return {path: self.empty, **rows} if self.empty else rows
 
@@ -264,7 +269,7 @@ class ListSchema:
 def build_object_schema(
     properties: Mapping[str, JsonSchema], *, description: str = ""
 ) -> JsonSchema:
-    """An object with all these keys."""
+    """Returns the schema of an object with all these keys."""
     shape: JsonSchema = {
         "type": "object",
         "properties": dict(properties),
@@ -274,13 +279,13 @@ def build_object_schema(
 
 
 def allow_null(shape: JsonSchema, *, description: str = "") -> JsonSchema:
-    """The same, or null."""
+    """Returns the schema extended by null."""
     nullable: JsonSchema = {"anyOf": [shape, {"type": "null"}]}
     return {"description": description, **nullable} if description else nullable
 
 
 def build_type_schema(kind: Any, *, nullable: bool = False) -> JsonSchema:
-    """One value of a Polars type."""
+    """Returns the schema of one value of a Polars type."""
     kind = kind() if isinstance(kind, type) else kind
     if isinstance(kind, (pl.List, pl.Array)):
         shape: JsonSchema = {"type": "array", "items": build_type_schema(kind.inner)}
@@ -292,28 +297,28 @@ def build_type_schema(kind: Any, *, nullable: bool = False) -> JsonSchema:
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """Choices of `traceloom report`.
+    """Options of `traceloom report`.
 
     Attributes:
         ranks: Only these ranks; None for all.
-        steps: Only the work of the steps from the first to the last of these numbers, both included.
-        by_shape: Operators are counted apart by the shapes of their inputs.
-        top: How many rows a table shows on a terminal or in Markdown. The document always has all.
-        full: On a terminal, without `only`: the tables of the core and a line for each other section, instead of the
-            answer, what to fix, and where to look.
-        sort: What shown tables are sorted by: a key of `SORT_KEYS`; None for each table's own order.
-        only: Which sections are made beyond the core (`core` alone: none); on a terminal, what is shown in full. None:
-            all are made, and the terminal is short, or `full`.
-        peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100 SXM`) or numbers
-            (`bf16=989e12,memory=3.35e12`).
-        link_peak: Peak of the link of one device in one direction, 10^9 bytes per second, for groups of every kind;
-            None for that of the device's name where a group stays inside a host.
-        graph_capture: File with the recording of the graphs' capture, or of the same model without graphs: from it the
-            operators of graph replays are known.
-        cache: Whether that file may come from the cache of read traces, and go there.
-        tokens_per_step: Tokens that a step makes, where the user says so.
-        samples_per_step: Samples that a step takes, where the user says so.
-        kind_rules: The user's rules for kinds of kernels; they come before ours.
+        steps: Only the work of the steps from the first to the last of these numbers, inclusive.
+        by_shape: Operators are counted separately by the shapes of their inputs.
+        top: Max rows of a table on a terminal or in Markdown. The document always has all.
+        full: On a terminal, without `only`: the tables of the core and a line for each other
+            section, instead of the answer, what to fix, and where to look.
+        sort: Sort key of the displayed tables, one of `SORT_KEYS`; None for each table's own order.
+        only: Sections to build beyond the core (`core` alone: none); on a terminal, those shown in
+            full. None: all are built, and the terminal shows the short report, or `full`.
+        peak: Peaks to compare with instead of those of the devices' names: a device's name (`H100
+            SXM`) or numbers (`bf16=989e12,memory=3.35e12`).
+        link_peak: Peak of the link of one device in one direction, 10^9 bytes per second, for
+            groups of every kind; None for that of the device's name, if a group is within one host.
+        graph_capture: File with the recording of the graphs' capture, or of the same model without
+            graphs: the source of the operators of graph replays.
+        cache: Whether that file may be read from and stored in the cache of read traces.
+        tokens_per_step: Tokens per step, if given by the user.
+        samples_per_step: Samples per step, if given by the user.
+        kind_rules: The user's rules for kinds of kernels; they precede the built-in ones.
     """
 
     ranks: tuple[int, ...] | None = None
@@ -332,11 +337,11 @@ class ReportOptions:
     kind_rules: tuple[KindRule, ...] = ()
 
     def wants(self, section: str) -> bool:
-        """Whether a section is asked for: all are, where none is named."""
+        """Whether a section is requested; without `only`, all are."""
         return self.only is None or section in self.only
 
 
-# Key of --sort -> the columns it means, the first one a table has.
+# Key of --sort -> the corresponding columns; the first one that a table has is used.
 SORT_KEYS = {
     "self": ("self_ns", "total_ns"),
     "total": ("total_ns",),
@@ -349,8 +354,8 @@ SORT_KEYS = {
 
 
 def select_top_rows(table: Table, options: ReportOptions) -> Sequence[Mapping[str, Any]]:
-    """The rows a table shows: sorted by `sort` where it has that column, the first (or heaviest)
-    `top` of them.
+    """Returns the rows that a table shows: sorted by `sort` where it has that column, the first (or
+    heaviest) `top` of them.
     """
     rows = table.rows
     columns = SORT_KEYS[options.sort] if options.sort else ()

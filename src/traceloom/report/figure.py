@@ -1,4 +1,4 @@
-"""Bars, curve, scatter on log axes, heat map, icicle: values, and the SVG of each."""
+"""Draws figures as SVG: bars, curves, scatter plots on log axes, heat maps, icicles."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from traceloom.report.documents.sections import RooflineOperatorsRow
 
 
-_MIN_PACKED_CHARS = 1_000  # characters of JSON from which on packing is worth it
+_MIN_PACKED_CHARS = 1_000  # characters of JSON above which compression pays off
 
 
 def render_json_script(value: Any) -> str:
-    """A script element that holds a JSON object, safe whatever names it holds; `readIsland` of
+    """Returns a script element that holds a JSON object, safe for any names in it; `readIsland` of
     `unpack.js` reads it.
     """
     dumped = json.dumps(
@@ -42,12 +42,12 @@ def render_json_script(value: Any) -> str:
 
 
 def escape_html(value: object) -> str:
-    """Any text as HTML: escaped, control characters spelled out."""
+    """Escapes any text as HTML; control characters are spelled out."""
     return escape(sanitize(str(value)))
 
 
 def render_inline_code(value: object) -> str:
-    """A sentence as HTML: as `text`, with what stands between backticks as code."""
+    """Escapes a sentence as HTML, with text between backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape_html(value))
 
 
@@ -63,8 +63,8 @@ _MAX_CURVE_POINTS = 1_200  # of a drawn curve; extremes are kept
 
 
 def downsample(values: list[int], limit: int) -> list[int]:
-    """Positions of the first, last, lowest and highest of equal stretches: at most about `limit` of
-    them.
+    """Returns positions of the first, last, lowest and highest value of equal stretches: about
+    `limit` at most.
     """
     if len(values) <= limit:
         return list(range(len(values)))
@@ -82,8 +82,8 @@ def downsample(values: list[int], limit: int) -> list[int]:
 
 
 def draw_curve(curve: CurveRow) -> str:
-    """The curve of one device (an entry of `memory.curve`): allocated and, where known, reserved
-    bytes.
+    """Draws the curve of one device (an entry of `memory.curve`): allocated and, where known,
+    reserved bytes.
     """
     positions = downsample(curve["allocated_bytes"], _MAX_CURVE_POINTS)
     times = [curve["time_ns"][k] for k in positions]
@@ -94,8 +94,7 @@ def draw_curve(curve: CurveRow) -> str:
         series.append(("reserved", reserved))
     sizes = [v for _, values in series for v in values if v is not None]
     highest = max([0, *sizes]) or 1
-    # Below zero where blocks from before the recording were freed and what was there at its start
-    # is unknown.
+    # Negative where blocks from before the recording were freed and the initial level is unknown.
     lowest = min([0, *sizes])
     span = max(times[-1] - times[0], 1)
 
@@ -108,7 +107,7 @@ def draw_curve(curve: CurveRow) -> str:
         ) / (highest - lowest)
 
     paths = ""
-    for name, values in reversed(series):  # staircases: a value holds until the next
+    for name, values in reversed(series):  # step curves: a value holds until the next
         corners = [f"M{x(times[0]):.1f} {y(values[0]):.1f}"]
         corners += [
             f"H{x(time):.1f}V{y(value):.1f}"
@@ -138,12 +137,12 @@ def draw_curve(curve: CurveRow) -> str:
 
 
 class LogAxes:
-    """Where values lie on a picture; whole decades are shown.
+    """Positions of values in a figure with log axes that show whole decades.
 
     Args:
-        x: All values to the right, above 0.
-        y: All values upwards.
-        edges: Of the plane in the picture: left, right, top, bottom.
+        x: All values of the horizontal axis, above 0.
+        y: All values of the vertical axis.
+        edges: Edges of the plot area: left, right, top, bottom.
     """
 
     def __init__(
@@ -154,13 +153,13 @@ class LogAxes:
         self.y_low, self.y_high = _find_decades(y)
 
     def x(self, value: float) -> float:
-        """How far to the right a value lies."""
+        """Returns the horizontal position of a value."""
         return self._left + (self._right - self._left) * (math.log10(value) - self.x_low) / (
             self.x_high - self.x_low
         )
 
     def y(self, value: float) -> float:
-        """How far down a value lies."""
+        """Returns the vertical position of a value, from the top."""
         return self._top + (self._bottom - self._top) * (self.y_high - math.log10(value)) / (
             self.y_high - self.y_low
         )
@@ -172,13 +171,13 @@ def _find_decades(values: Sequence[float]) -> tuple[int, int]:
 
 
 IcicleNode = tuple[int | None, str, int, int, int | None]
-"""Place of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not
-told).
+"""Index of the parent among the nodes (None for roots), name, calls, host time, GPU time (None: not
+measured).
 """
 
 SideTimes = Mapping[str, tuple[float, float]]
-"""Of a node of two runs: `count`, `host` and `device` of the base and of the new run; its times are
-widths then.
+"""Of a node of two runs: `count`, `host` and `device` of the base and of the new run; these times
+are then the widths.
 """
 
 MEASURES = (("device", "GPU time"), ("host", "Host time"))
@@ -192,14 +191,14 @@ def draw_icicle(
     slim: bool = False,
     sides: Sequence[SideTimes] = (),
 ) -> str:
-    """The figure of one tree.
+    """Draws the figure of one tree.
 
     Args:
         nodes: Parents before children.
-        label: What it shows, for readers that do not see it.
-        note: A sentence below the picture.
+        label: Description for screen readers.
+        note: A sentence below the figure.
         slim: Low boxes, for call stacks.
-        sides: Of every node, where two runs are compared: the colour says what changed.
+        sides: For every node, if two runs are compared: the colour shows the change.
     """
     device = any(node[4] for node in nodes)
     host = any(node[3] for node in nodes)
@@ -224,8 +223,8 @@ def draw_icicle(
 
 
 _HEAT_MAP_WIDTH, _HEAT_MAP_LEFT, _HEAT_MAP_TOP = 900, 90, 22
-_LETTER_WIDTH = 6.4  # width of one, at most but for a few
-_MAX_HEAT_MAP_CELLS = 128  # rows or columns; more are no picture any more
+_LETTER_WIDTH = 6.4  # width of a character; few are wider
+_MAX_HEAT_MAP_CELLS = 128  # rows or columns; more are not legible
 
 
 def draw_heat_map(
@@ -236,17 +235,17 @@ def draw_heat_map(
     *,
     titles: tuple[str, str],
 ) -> str:
-    """An SVG of `cells` (row, column) -> value.
+    """Draws an SVG of `cells` (row, column) -> value.
 
     Args:
         cells: Values; absent ones are left empty.
         rows: Keys from top to bottom.
         columns: Keys from left to right.
-        labels: What a cell says on hover.
-        titles: What rows and columns are.
+        labels: Texts of cells on hover.
+        titles: Titles of rows and columns.
 
     Returns:
-        Empty where there is nothing above 0, or where it would be too large to be seen.
+        Empty where no value is above 0, or where it would be too large to be legible.
     """
     max_value = max(cells.values(), default=0)
     if max_value <= 0 or len(rows) > _MAX_HEAT_MAP_CELLS or len(columns) > _MAX_HEAT_MAP_CELLS:
@@ -261,8 +260,8 @@ def draw_heat_map(
         head + ' font-family="system-ui, sans-serif" font-size="11">',
         f'<text x="0" y="12" fill="currentColor">{escape(titles[0])} ↓ {escape(titles[1])} →</text>',
     ]
-    # From the paper to the colour of what is bad, readable on light and dark paper. A cell names
-    # its shape: most of the page of a large job would be cells otherwise.
+    # From the background to the colour for bad values, readable on light and dark backgrounds. A
+    # cell refers to a shared shape: most of the page of a large job would be cells otherwise.
     cell = f"cell-{'-'.join(caption.split())}"
     shape = f'width="{max(wide - 1, 0.5):.1f}" height="{max(high - 1, 0.5):.1f}"'
     out.append(f'<defs><rect id="{cell}" {shape} stroke="var(--line)" stroke-width="0.4"/></defs>')
@@ -296,7 +295,7 @@ _BLOCKS = " ░▒▓█"
 
 
 def pick_block_character(value: float, max_value: float) -> str:
-    """One character for a value, for terminals."""
+    """Returns the block character for a value, for terminals."""
     level = round(4 * value / max_value) if max_value > 0 else 0
     return _BLOCKS[min(4, level)] if level > 0 else "·"
 
@@ -304,27 +303,27 @@ def pick_block_character(value: float, max_value: float) -> str:
 _WIDTH, _HEIGHT = 1000, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 24, 20, 46
 _PLOT_EDGES = (_LEFT, _WIDTH - _RIGHT, _TOP, _HEIGHT - _BOTTOM)
-_MAX_ROOFLINE_POINTS = 200  # points; the rest takes little time and would only cover others
+_MAX_ROOFLINE_POINTS = 200  # points; the others take little time and would only cover these
 _LINE_HEIGHT = 12  # height of a line of text
 _MAX_RADIUS = 22.0  # radius of the operator with the most time
 
 
 class RooflinePoint(NamedTuple):
-    """An operator with the same shapes, bound alike, on one or several ranks: times and calls are
-    sums.
+    """An operator with equal shapes and the same bound, on one or several ranks: times and calls
+    are sums.
     """
 
-    first: RooflineOperatorsRow  # for what they have in common
+    first: RooflineOperatorsRow  # for the values that all rows share
     rank_count: int
     call_count: int
     total_ns: int
     intensity: float
-    flop_rate: float  # of all together
-    fractions: tuple[float, float] | None  # of the roofline, the least and the most
+    flop_rate: float  # of all rows together
+    fractions: tuple[float, float] | None  # of the roofline, min and max
 
     @classmethod
     def of(cls, rows: list[RooflineOperatorsRow]) -> RooflinePoint:
-        """The point of these rows."""
+        """Merges these rows into one point."""
         first, total = rows[0], sum(row["total_ns"] or 0 for row in rows)
         rates = [(row["flop_rate"] or 0) * (row["total_ns"] or 0) for row in rows]
         fractions = [fraction for row in rows if (fraction := row["roofline_fraction"]) is not None]
@@ -340,10 +339,11 @@ class RooflinePoint(NamedTuple):
 
 
 def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
-    """The SVG of the operators of a roofline; empty where none of them calculates in a known time.
+    """Draws the SVG of the operators of a roofline; empty where none has a known FLOP count and
+    time.
 
     Args:
-        operators: Those of all ranks.
+        operators: The operators of all ranks.
     """
     points = [
         RooflinePoint.of(rows)
@@ -352,7 +352,7 @@ def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
     visible = sorted(points, key=lambda point: -point.total_ns)[:_MAX_ROOFLINE_POINTS]
     if not visible:
         return ""
-    # (label, FLOP/s, bytes/s) of every peak that a shown operator is compared with, the highest
+    # (label, FLOP/s, bytes/s) of every peak that a displayed operator is compared with, the highest
     # first
     peaks: dict[tuple[float, float | None], set[str]] = {}
     for row in (point.first for point in visible):
@@ -387,7 +387,7 @@ def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
 
 
 def _group_operators(operators: Sequence[RooflineOperatorsRow]) -> list[list[RooflineOperatorsRow]]:
-    """The rows of operators with the same shapes that are bound alike, of all ranks together."""
+    """Groups the rows of all ranks by operator, shapes and bound."""
     alike: dict[tuple[object, ...], list[RooflineOperatorsRow]] = {}
     for row in operators:
         key = (row["name"], row["shapes"], row["arithmetic"], row["matrix"], row["bound"])
@@ -425,7 +425,9 @@ def _format_power(power: int) -> str:
 def _draw_roofs(
     plane: LogAxes, roofs: Sequence[tuple[str, float, float | None]]
 ) -> tuple[str, str]:
-    """Memory limits from the left, each arithmetic from its ridge to the right; and their names."""
+    """Draws memory limits from the left, each arithmetic limit from its ridge to the right; and
+    their names.
+    """
     lines, names = [], []
     right, low, high = 10.0**plane.x_high, 10.0**plane.x_low, 10.0**plane.y_low
     for memory in sorted({memory for _, _, memory in roofs if memory}):
@@ -446,7 +448,7 @@ def _draw_roofs(
         name = escape(f"{label} {units.format_flop_rate(rate)}")
         path = f"M{plane.x(min(start, right)):.1f} {y:.1f}H{_WIDTH - _RIGHT}"
         lines.append(f'<path class="roof" d="{path}"><title>{name}</title></path>')
-        if y - last > _LINE_HEIGHT:  # names that would cover each other are on hover only
+        if y - last > _LINE_HEIGHT:  # names that would overlap appear on hover only
             position = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 5:.1f}" text-anchor="end"'
             names.append(f'<text class="roof-name" {position}>{name}</text>')
             last = y
@@ -478,9 +480,9 @@ def _draw_circle(plane: LogAxes, point: RooflinePoint, largest_ns: int) -> str:
 
 _SCATTER_WIDTH, _SCATTER_HEIGHT = 1000, 460
 _SCATTER_LEFT, _SCATTER_RIGHT, _SCATTER_TOP, _SCATTER_BOTTOM = 92, 24, 20, 46
-_MAX_SCATTER_POINTS = 300  # points; the rest takes little time and would only cover others
+_MAX_SCATTER_POINTS = 300  # points; the others take little time and would only cover these
 _MAX_SCATTER_RADIUS = 18.0  # radius of the op with the most time
-_SIMILAR_RATIO = 1.1  # ratios up to this, either way, are alike
+_SIMILAR_RATIO = 1.1  # ratios up to this, in either direction, count as equal
 
 
 class ReplayPoint(NamedTuple):
@@ -492,11 +494,11 @@ class ReplayPoint(NamedTuple):
 
 
 def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str:
-    """An SVG with a point for each op and its shapes; empty where none took any time.
+    """Draws an SVG with a point for each op and its shapes; empty where none took any time.
 
     Args:
-        ops: Those of all ranks.
-        gpu_times: Whether times are those of the GPU work that they launched.
+        ops: The ops of all ranks.
+        gpu_times: Whether times are those of the launched GPU work.
     """
     if gpu_times:
         points = [
@@ -586,12 +588,13 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
 def draw_stacked_bar(
     parts: Iterable[tuple[str, str, int]], total_ns: int, longest: int | None = None
 ) -> str:
-    """An SVG of one stacked bar.
+    """Draws one stacked bar as SVG.
 
     Args:
         parts: (label, colour group, nanoseconds), from left to right.
-        total_ns: What the parts are shares of.
-        longest: Length of the longest bar of the picture; the width is relative to it. None: full width.
+        total_ns: The total of which the parts are shares.
+        longest: Length of the longest bar of the figure; the width is relative to it. None: full
+            width.
     """
     scale = 1000 / max(longest or total_ns, 1)
     offset, boxes, titles = 0.0, [], []
@@ -613,7 +616,7 @@ def draw_stacked_bar(
 
 
 def render_legend(parts: Iterable[tuple[str, str, int]], total_ns: int) -> str:
-    """The parts as a list with their colours, times and shares."""
+    """Renders the parts as a list with their colours, times and shares."""
     items = "".join(
         f'<li><i class="swatch b-{colour}"></i><span>{escape_html(label)}</span> '
         f'<b>{escape_html(units.format_share(ns, total_ns))}</b> <span class="quiet">{units.format_duration(ns)}</span></li>'
@@ -623,8 +626,8 @@ def render_legend(parts: Iterable[tuple[str, str, int]], total_ns: int) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-# From the ground up: what stays stands below what comes and goes. Each kind has one colour wherever
-# it is drawn.
+# From the bottom: persistent kinds are below temporary ones. Each kind has one colour in all
+# figures.
 CATEGORY_COLOURS = {
     "parameter": "compute",
     "buffer": "op",
@@ -648,13 +651,13 @@ def render_memory_figure(
     label: str,
     chosen_ns: int | None = None,
 ) -> str:
-    """One memory over time; the page without scripts shows the tables alone.
+    """Renders one memory over time; without scripts the page shows only the tables.
 
     Args:
         curve: Its levels.
         steps: The document's `steps` of the rank.
-        label: What the figure is about, for readers that do not see it.
-        chosen_ns: The instant that is shown first; None for the peak.
+        label: Description for screen readers.
+        chosen_ns: The instant that is selected first; None for the peak.
     """
     totals = [
         sum(values) for values in zip(*(kind["bytes"] for kind in curve["categories"]), strict=True)
@@ -668,8 +671,7 @@ def render_memory_figure(
         curve["categories"],
         key=lambda kind: order.index(kind["name"]) if kind["name"] in order else 99,
     )
-    # Levels of the paths of scopes and stacks: names once, and each path as their numbers from the
-    # root
+    # Encode paths of scopes and stacks: each name once, and each path as numbers from the root.
     names: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -733,8 +735,8 @@ def render_memory_figure(
 
 
 def encode_level_changes(levels: list[int]) -> list[int]:
-    """A curve as pairs (instants since the last change, change of the level), one list; most levels
-    rest mostly.
+    """Encodes a curve as a flat list of pairs (instants since the last change, change of the
+    level); most levels rarely change.
     """
     out, last = [], 0
     for index, (before, after) in enumerate(pairwise([0, *levels])):

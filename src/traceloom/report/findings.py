@@ -1,7 +1,7 @@
-"""What to fix first, as it stands in the document: `findings` and `findings_ground`.
+"""Builds `findings` and `findings_ground` of the document: what to fix first.
 
-All ranks are linked for them, which takes as long as all else of a large job. There a process of
-its own works them out beside the rest of the report.
+They need a graph of all ranks, which takes as long as the rest of the report of a large job. For
+such a job they are computed in a separate process, in parallel with the rest.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ Findings: TypeAlias = "tuple[list[FindingRow], FindingsGroundValue | None]"
 def start_findings(
     session: Session, options: ReportOptions, epoch_ns: int, *, separate_process: bool
 ) -> Iterator[Callable[[UnknownValues], Findings]]:
-    """Begin with the findings of a large job, where that may be done in a process of its own.
+    """Starts computing the findings of a large job in a separate process, where possible.
 
     Args:
         session: The run.
-        options: The choices of the user.
-        epoch_ns: What times in the document are relative to.
-        separate_process: Whether it may; models that a script has registered are not known there.
+        options: The options of the user.
+        epoch_ns: Time zero of the document.
+        separate_process: Whether a process may be used; models that a script has registered are not
+            available there.
 
     Yields:
-        What `ranked_findings` of them gives: from that process, or worked out here where there is
-        none or it fails.
+        A function with the result of `build_findings`: from that process, or computed here where
+        there is none or it fails.
     """
     build_locally = partial(build_findings, session, options)
     large = len(session.traces) > 1 and session.event_count >= MIN_PROCESS_EVENTS
@@ -73,14 +74,13 @@ def start_findings(
             for number, trace in enumerate(session.traces):
                 (directory / str(number)).mkdir()
                 storage.save(trace, directory / str(number), permanent=False)
-            with (
-                process.defer_signals()
-            ):  # what goes wrong in that process goes wrong here, too, where it is said
+            # An error in that process recurs here, where it is reported.
+            with process.defer_signals():
                 worker = WorkerProcess(__name__, threads=count_cores() // 2, quiet=True)
                 until_done.callback(worker.ended)
                 until_done.callback(worker.kill)
                 until_done.enter_context(process.clean_up_on_exit(worker.kill))
-        except OSError:  # there is no room for the traces, or for a process
+        except OSError:  # not enough space for the traces, or no process available
             yield build_locally
             return
         worker.send(job)
@@ -96,7 +96,7 @@ def start_findings(
 
 
 def main() -> None:
-    """Work out the findings of the traces in a folder, and print them."""
+    """Computes the findings of the traces in a folder, and prints them."""
     job = json.loads(sys.stdin.readline())
     directory, files = Path(job["folder"]), MappedFiles()
     traces = tuple(
@@ -114,13 +114,15 @@ def main() -> None:
 
 
 def build_findings(session: Session, options: ReportOptions, absent: UnknownValues) -> Findings:
-    """`findings` and `findings_ground` of the document; nothing where `--only` leaves them out."""
+    """Returns `findings` and `findings_ground` of the document; empty where `--only`
+    excludes them.
+    """
     if not options.wants(FINDINGS):
         return _skip_findings(NOT_REQUESTED_REASON, absent)
     events = session.event_count
     if not events:
         return _skip_findings("the traces hold no events", absent)
-    from traceloom.findings import RULES, Context, rank  # loaded where it is asked for
+    from traceloom.findings import RULES, Context, rank  # loaded when needed
 
     context = Context.of(session)
     steps = max((trace.steps.height for trace in session.traces), default=0) or 1
@@ -135,7 +137,7 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
     except (
         InputError,
         UsageError,
-    ) as error:  # traces that cannot be one graph: two windows of a rank, ranks unknown
+    ) as error:  # traces that cannot form one graph: two windows of a rank, ranks unknown
         return _skip_findings(f"the traces cannot be linked: {error}", absent)
     rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
     rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
@@ -163,7 +165,7 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
             absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES_REASON)
     if not rows:
         absent.say("findings")
-    # what the savings refer to, in words
+    # describe the base of the savings
     law = context.law
     length = format_duration(context.step_ns)
     counted = max((finding.step_count for finding in ranked.time), default=1)

@@ -1,4 +1,4 @@
-"""`traceloom link`."""
+"""The summary of a linked graph (`traceloom link`): document and terminal."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ FORMAT, VERSION = "traceloom-link", 1
 
 
 def build(graph: Graph, law: Law | None = None) -> GraphDocument:
-    """The document.
+    """Builds the document.
 
     Args:
         graph: A graph.
-        law: What `traceloom.graph.law` found, where it was asked for.
+        law: The result of `traceloom.graph.law`, if requested.
     """
     nodes, edges = graph.nodes, graph.edges
     kinds = nodes.group_by("kind").agg(
@@ -72,7 +72,8 @@ def build(graph: Graph, law: Law | None = None) -> GraphDocument:
     }
 
 
-# How an edge is known, from the surest on: a pattern and a colour each, as for every kind of time.
+# Evidence of an edge, the most certain first: with a pattern and a colour each, as for every kind
+# of time.
 EVIDENCE = (
     ("measured", "█", "#3b82d6"),
     ("correlated", "▓", "#009e73"),
@@ -96,7 +97,7 @@ _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 8, 64
 
 
 def render(document: GraphDocument, width: int) -> Iterator[Text]:
-    """The lines of the summary, none wider than `width`."""
+    """Yields the lines of the summary, none wider than `width`."""
     ranks = len(document["ranks"])
     facts = " · ".join(
         (
@@ -135,7 +136,7 @@ def render(document: GraphDocument, width: int) -> Iterator[Text]:
 
 
 def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]:
-    """What the critical path consists of; the parts add up to the window."""
+    """Yields the parts of the critical path, which add up to the window."""
     law = document["law"]
     if not law or not law["path"]:
         return
@@ -168,7 +169,7 @@ def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]
 
 
 def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
-    """One line per outcome: how much of its subject, and on which ranks."""
+    """Yields one line per outcome: the share of its subject, and the ranks."""
     outcomes: dict[tuple[str, str], list[CoverageRow]] = {}
     for row in document["coverage"]:
         if not row["count"]:
@@ -201,7 +202,7 @@ def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
                 units.format_duration(sum(times)) if times else "",
             )
         )
-        # The ranks that have it, where not all do.
+        # The affected ranks, if not all.
         rank_numbers = sorted(
             {row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]}
         )

@@ -1,4 +1,4 @@
-"""Names of ranks, devices, kinds of time; notices told once."""
+"""Names of ranks, devices and kinds of time, and merged notices."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _LAMBDA = re.compile(r"::\{lambda\([^)]*\)#\d+\}(?:::operator\(\)\(\)(?: const)?
 _NAMESPACE = re.compile(r"\b[A-Za-z_]\w*::")
 _NUMBERS = re.compile(r"<(?:(?:\d+u?l?|\((?:int|bool)\)\d+|true|false), )+")
 _WRAPPER = re.compile(r"\bgpu_kernel_impl\w*<")
-_MODULE = "traceloom.module:"  # in front of the names of modules, where memory is followed
+_MODULE = "traceloom.module:"  # prefix of the names of modules, where memory is tracked
 _MIN_ARGUMENTS_WIDTH = 6
-_MAX_NAME_CHARS = 4_000  # characters of a name that are looked at
+_MAX_NAME_CHARS = 4_000  # characters of a name that are examined
 _ELLIPSIS = "…"
 
 
 def format_rank_name(entry: Mapping[str, Any], position: int) -> str:
-    """How a rank is called that stands at a position of the document's `ranks`."""
+    """Returns the name of the rank at a position of the document's `ranks`."""
     return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
 
 
 def format_rank(rank: int | None) -> str:
-    """`rank 3`; `rank ?` where the file does not say."""
+    """Returns `rank 3`; `rank ?` where the file does not state it."""
     return f"rank {'?' if rank is None else rank}"
 
 
 def format_memory_name(row: Mapping[str, Any]) -> str:
-    """How the memory of a device is called."""
+    """Returns the name of the memory of a device."""
     kind = str(row["device_type"])
     return (
         kind
@@ -48,21 +48,21 @@ def format_memory_name(row: Mapping[str, Any]) -> str:
 
 
 def clean_name(name: str) -> str:
-    """A harmless name without what only says that it is a module."""
+    """Returns a sanitized name without the prefix of modules."""
     return sanitize(name).removeprefix(_MODULE)
 
 
 def fit_name(name: str, width: int) -> str:
-    """A harmless name of at most `width` characters that still tells two kernels apart.
+    """Returns a sanitized name of at most `width` characters that still distinguishes kernels.
 
-    A name that is too long loses, until it fits: `void ` in front and the parameter list behind;
-    namespaces; numbers and wrappers at the head of its template arguments; the end of these
-    arguments; at last its middle.
+    From a name that is too long the following are removed until it fits: a leading `void ` and the
+    parameter list; namespaces; numbers and wrappers at the beginning of its template arguments; the
+    end of these arguments; finally its middle.
     """
     name = clean_name(name[:_MAX_NAME_CHARS])
     if len(name) <= width:
         return name
-    # Without `void `, the parameter list behind a C++ function and unnamed namespaces
+    # Without `void `, the parameter list after a C++ function, and unnamed namespaces
     name = _ANONYMOUS.sub("", name.removeprefix("void "))
     if name.endswith((")", ") const")):
         depth = opening = 0
@@ -97,7 +97,7 @@ def fit_name(name: str, width: int) -> str:
 
 
 class TimeKind(NamedTuple):
-    """One kind of time: its key in the document, how bars and columns call it, its colour group."""
+    """A kind of time: key in the document, label in bars and columns, and colour group."""
 
     key: str
     label: str
@@ -124,7 +124,7 @@ DEVICE_TIMES = (
     ),
     TimeKind("idle_ns", "idle", "Idle", "idle", "no stream of the device runs anything"),
 )
-"""Of a device's window, which they add up to."""
+"""Kinds of time in a device's window, which they add up to."""
 
 PHASES = (
     TimeKind("loading", "loading", "Loading", "loading"),
@@ -134,7 +134,7 @@ PHASES = (
     TimeKind("communication", "communication", "Comm.", "communication"),
     TimeKind("other", "other", "Other", "other"),
 )
-"""Of a host thread's window, by the outermost region."""
+"""Kinds of time in a host thread's window, by the outermost region."""
 
 ACTIVITIES = (
     TimeKind("op", "operators", "Operators", "op"),
@@ -143,7 +143,7 @@ ACTIVITIES = (
     TimeKind("python", "Python", "Python", "python"),
     TimeKind("unobserved", "unobserved", "Unobserved", "idle"),
 )
-"""Of a host thread's window, by the innermost event."""
+"""Kinds of time in a host thread's window, by the innermost event."""
 
 _COLOUR_GROUPS = {part.group: part.group for part in DEVICE_TIMES} | {
     part.key: part.group for part in (*PHASES, *ACTIVITIES)
@@ -151,7 +151,7 @@ _COLOUR_GROUPS = {part.group: part.group for part in DEVICE_TIMES} | {
 
 
 def get_colour_group(kind: str) -> str:
-    """The colour group of a kind of time; what this version does not know is `other`."""
+    """Returns the colour group of a kind of time; `other` if this version does not know it."""
     return _COLOUR_GROUPS.get(kind, "other")
 
 
@@ -170,19 +170,21 @@ _PHASES = frozenset(part.key for part in PHASES)
 
 
 def get_group_position(group_name: str) -> int:
-    """Where a colour group stands in the bar of an answer: useful time first, idle time last,
-    phases in their order.
+    """Returns the position of a colour group in the bar of an answer: useful time first, idle time
+    last, phases in their order.
     """
     return _GROUP_ORDER.index(group_name) if group_name in _GROUP_ORDER else 0
 
 
 def build_answer_parts(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
-    """The parts of an answer for a `Bar`, in its order: (label, colour group, nanoseconds)."""
+    """Returns the parts of an answer for a `Bar`, in its order: (label, colour group,
+    nanoseconds).
+    """
     parts = []
     for part in answer.get("parts") or []:
         label = str(part["label"])
-        # Parts of the host account are called `phase: activity`; the phase tells more, so it gives
-        # the colour.
+        # Parts of the host account are named `phase: activity`; the phase is more informative, so
+        # it determines the colour.
         phase, colon, _ = label.partition(":")
         parts.append(
             (
@@ -197,7 +199,7 @@ def build_answer_parts(answer: Mapping[str, Any]) -> list[tuple[str, str, int]]:
 def build_time_parts(
     parts: tuple[TimeKind, ...], times: Mapping[str, Any]
 ) -> list[tuple[str, str, int]]:
-    """The parts of one stretch for a `Bar`: (label, colour group, nanoseconds)."""
+    """Returns the parts of one duration for a `Bar`: (label, colour group, nanoseconds)."""
     return [(part.label, part.group, times.get(part.key) or 0) for part in parts]
 
 
@@ -207,7 +209,7 @@ _GPU_WORK_WINDOW = "from first to last GPU work"
 
 
 class IdleCause(NamedTuple):
-    """Idle time by cause, of one device or (None) of all; the edges of a recording are no gaps."""
+    """Idle time by cause, of one device or (None) of all; the edges of a recording are not gaps."""
 
     device: int | None
     cause: str
@@ -216,12 +218,12 @@ class IdleCause(NamedTuple):
 
 
 def list_gpu_accounts(document: ReportDocument) -> list[tuple[RankRow, GpuAccountRow]]:
-    """The ranks that have GPU work, each with its part of the time that the answer is of."""
+    """Returns the ranks that have GPU work, each with its part of the time of the answer."""
     return [(rank, rank["gpu_account"]) for rank in document["ranks"] if rank["gpu_account"]]
 
 
 def describe_gpu_window(document: ReportDocument) -> str:
-    """Of which time the accounts of the devices are, in words."""
+    """Describes the time range of the accounts of the devices."""
     windows = {account["window"] for _, account in list_gpu_accounts(document)}
     if windows == {"steps"}:
         return _describe_steps(document)
@@ -233,7 +235,7 @@ def describe_gpu_window(document: ReportDocument) -> str:
 
 
 def list_idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
-    """The causes of gaps, then the time at the edges of the recording."""
+    """Yields the causes of gaps, then the time at the edges of the recording."""
     for row in account["idle"]:
         yield IdleCause(row["device"], row["cause"], row["idle_ns"], row["gap_count"])
     for device in account["devices"]:
@@ -242,7 +244,9 @@ def list_idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
 
 
 def get_main_thread_account(rank: RankRow) -> list[AccountRow]:
-    """What the main thread of a rank did in its steps; without steps, in the whole window."""
+    """Returns what the main thread of a rank did in its steps; without steps, in the
+    whole window.
+    """
     host = rank.get("host") or {}
     lanes = {thread["lane"] for thread in host.get("threads") or [] if thread["main"]}
     rows = [row for row in host.get("account") or [] if row["lane"] in lanes]
@@ -251,7 +255,7 @@ def get_main_thread_account(rank: RankRow) -> list[AccountRow]:
 
 
 def describe_host_window(document: ReportDocument) -> str:
-    """Of which time the accounts of the main threads are, in words."""
+    """Describes the time range of the accounts of the main threads."""
     stepped = any(
         row["step"] is not None
         for rank in document["ranks"]
@@ -270,8 +274,8 @@ def _describe_steps(document: ReportDocument) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MergedNotice:
-    """Notices of one kind, as one; `weakens` has the keys of the parts of the report that are less
-    certain for it.
+    """Notices of one kind, merged; `weakens` has the keys of the parts of the report that are less
+    certain because of it.
     """
 
     severity: str
@@ -281,8 +285,8 @@ class MergedNotice:
 
 
 def merge_notices(notices: Sequence[Cells], ranks: int) -> list[MergedNotice]:
-    """The notices of a document in their order; those that differ by rank or place alone stand as
-    the first of them.
+    """Returns the notices of a document in their order; those that differ only by rank or place are
+    merged into the first.
     """
     kinds: dict[tuple[str, str], list[Cells]] = {}
     for notice in notices:
@@ -304,7 +308,7 @@ def merge_notices(notices: Sequence[Cells], ranks: int) -> list[MergedNotice]:
 
 
 def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
-    """Notices that several ranks share, once: the first of each kind, and its sentence with all of
+    """Merges notices of several ranks: yields the first of each kind, and its sentence with all of
     their ranks.
     """
     kinds: dict[tuple[str, str], list[Cells]] = {}
@@ -327,7 +331,7 @@ def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
 
 
 def _format_ranges(ranks: Sequence[int]) -> str:
-    """`0-3, 8`."""
+    """Formats ranks as `0-3, 8`."""
     runs = [
         [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])
     ]

@@ -1,6 +1,6 @@
-"""`traceloom memory`: the document as sections.
+"""Builds the document and tables of `traceloom memory`.
 
-Its keys are described in docs/reference/memory-json.md.
+The keys of the document are described in docs/reference/memory-json.md.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ _EMPTY_ALLOCATOR: MemoryAllocatorRow = {
 
 
 class MemoryTotals(TypedDict):
-    """One memory as a whole, as the document has it."""
+    """Totals of one memory, as in the document."""
 
     device_type: str
     device: int
@@ -112,8 +112,8 @@ class MemoryTotals(TypedDict):
 
 
 def find_device_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
-    """How much memory the device of one memory has, by the capture or the trace; None where neither
-    says.
+    """Returns the capacity of the device of one memory, from the capture or the trace; None where
+    neither states it.
     """
     if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
@@ -137,8 +137,8 @@ def build_growth_rows(
     size: int | None,
     absent: UnknownValues,
 ) -> list[MemoryGrowthRow]:
-    """What grows, with its stack, and the step at which the device is full if all of it keeps
-    growing.
+    """Returns growing allocations with their stacks, and the step at which the device is full if
+    all of them keep growing.
     """
     if not rows.height:
         return []
@@ -159,7 +159,7 @@ def build_growth_rows(
 
 
 def explain_unknown_growth(entry: MemoryRankRow) -> str | None:
-    """Why nobody can say what grows with the steps of one rank; None where it can be said."""
+    """Returns why growth with the steps of one rank cannot be determined; None where it can."""
     steps = len(entry["steps"])
     if steps > MIN_STEPS:
         return None
@@ -170,7 +170,7 @@ def explain_unknown_growth(entry: MemoryRankRow) -> str | None:
 def build_activation_rows(
     explained: ExplainedMemory, pool: int, row: int, absent: UnknownValues
 ) -> list[MemoryActivationRow]:
-    """Activations by module and what checkpointing each would save; the largest savings."""
+    """Returns activations by module and what checkpointing each would save; the largest savings."""
     return absent.rows(
         summarize_activations(explained, pool, row).head(MAX_MODULES), "memories[*].activations"
     )
@@ -179,10 +179,10 @@ def build_activation_rows(
 def build_allocator_row(
     trace: Trace, totals: MemoryTotals, snapshot: MemorySnapshot | None
 ) -> MemoryAllocatorRow | None:
-    """The state of the allocator at the end of the recording; None where neither a snapshot nor the
-    recorder tells.
+    """Returns the state of the allocator at the end of the recording; None without a snapshot or
+    data of the recorder.
 
-    `outside_bytes` is what is in use on the device beyond what this allocator has reserved:
+    `outside_bytes` is the memory in use on the device beyond what this allocator has reserved:
     libraries, communication buffers, other processes.
     """
     if totals["device_type"] in _HOST_DEVICE_TYPES:
@@ -222,7 +222,7 @@ def build_allocator_row(
     return state if has_state else None
 
 
-MAX_LEAVES = 120  # scopes that a curve tells apart; the rest is one
+MAX_LEAVES = 120  # separate scopes of a curve; the others are merged
 MAX_STACKS = 60
 OTHER = "(other)"
 
@@ -236,16 +236,16 @@ def build_curve(
     max_instants: int = MAX_INSTANTS,
     max_leaves: int = MAX_LEAVES,
 ) -> MemoryCurveRow:
-    """Levels over time at a few hundred instants, the highest among them; each division adds up to
-    the same total.
+    """Returns levels over time at a few hundred instants, including the peak; each division adds up
+    to the same total.
 
     Args:
         explained: The blocks.
-        pool: Which memory.
-        unseen: Bytes that the allocator held before the recording and that nobody saw.
-        absent: Times count from its epoch; says why there are no stacks.
-        max_instants: About how many instants.
-        max_leaves: Scopes with their op that are told apart; the rest is `(other)`.
+        pool: Number of the memory.
+        unseen: Bytes that the allocator held before the recording, of unknown origin.
+        absent: Defines the epoch; records why there are no stacks.
+        max_instants: Approximate max number of instants.
+        max_leaves: Max number of separate scopes with their op; the others become `(other)`.
     """
     blocks, trace = explained.named.blocks, explained.trace
     rows = choose_instants(blocks.levels(pool, trace.allocations.height), max_instants)
@@ -271,7 +271,7 @@ def build_curve(
 
 
 def _assign_leaves(explained: ExplainedMemory) -> tuple[list[str], Ints]:
-    """Scope and op of each block; of blocks from before the recording, what their owner is."""
+    """Returns scope and op of each block; for blocks from before the recording, their owner."""
     named_blocks, labels = explained.named, explained.named.places.labels
     scopes, scope = explained.by("scope")
     place_keys = scope.astype(np.int64) * len(labels) + named_blocks.label
@@ -300,7 +300,7 @@ def _build_largest_series(
     unseen: int,
     limit: int,
 ) -> list[MemorySeriesRow]:
-    """The largest parts and the rest."""
+    """Returns the largest parts and the rest."""
     (names, number), (pool, rows) = parts, pool_rows
     levels = compute_levels(explained.named.blocks, number, len(names), rows, pool)
     retained_keys, selected_levels = select_largest_keys(levels, limit)
@@ -324,7 +324,7 @@ def _build_series(names: list[str], levels: Ints) -> list[MemorySeriesRow]:
 
 
 def build_step_rows(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryRankStepsRow]:
-    """The steps of a trace, to be marked on its curves."""
+    """Returns the steps of a trace, to be marked on its curves."""
     rows = explained.trace.steps.select(
         "step", "start_ns", end_ns=pl.col("end_ns") - absent.epoch_ns
     )
@@ -353,11 +353,11 @@ class MemoryState(NamedTuple):
     """One memory at an instant.
 
     Attributes:
-        totals: Of the whole recording.
-        tree: Who holds what, `holders.TREE`.
-        categories: The same by what it is for: category, evidence, bytes, block_count, fraction.
+        totals: Totals of the whole recording.
+        tree: Owners of the memory, `holders.TREE`.
+        categories: The same by purpose: category, evidence, bytes, block_count, fraction.
         modules: The same by module: name, bytes, block_count, fraction.
-        growth: What grows from step to step, `growth.GROWTH`.
+        growth: Growth from step to step, `growth.GROWTH`.
         curve: Levels over time.
     """
 
@@ -370,14 +370,14 @@ class MemoryState(NamedTuple):
 
 
 def build(session: Session, options: MemoryOptions | None = None) -> MemoryDocument:
-    """The document of one run, with the files about memory that lie beside its traces; see
-    `document_of`.
+    """Builds the document of one run, with the memory files beside its traces; see
+    `build_document`.
     """
     return build_document(read_session_memory_sources(session), options)
 
 
 def build_document(sources: MemorySources, options: MemoryOptions | None = None) -> MemoryDocument:
-    """The document of everything that tells of memory.
+    """Builds the document from all sources about memory.
 
     Raises:
         UsageError: slugs `no-such-rank`, `no-such-step`, `bad-instant`.
@@ -413,7 +413,7 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
     for entry in ranks:
         for memory in entry["memories"]:
             peaks_of_kind.setdefault(memory["device_type"], []).append(memory["peak_bytes"])
-    # Where memory ran out, if it did; the peak, and who holds most of it
+    # Out-of-memory events, if any; the peak, and its largest owner
     shortage = ""
     if out_of_memory_rows:
         first = out_of_memory_rows[0]
@@ -492,7 +492,9 @@ def build_rank_entry(
     absent: UnknownValues,
     snapshot: MemorySnapshot | None = None,
 ) -> tuple[MemoryRankRow, tuple[Notice, ...]]:
-    """One rank: every memory at its instant, and the notices about the pairing."""
+    """Returns the entry of one rank: every memory at its instant, and the notices about the
+    pairing.
+    """
     trace = explained.trace
     blocks = explained.named.blocks
     rows = {
@@ -534,7 +536,7 @@ def build_rank_entry(
                 "largest": absent.rows(largest, "memories[*].largest"),
                 "modules": absent.rows(memory_state.modules, "memories[*].modules"),
                 "curve": memory_state.curve,
-                # What is known beyond its blocks
+                # Facts from sources other than its blocks
                 "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
                 "growth": build_growth_rows(
                     explained, memory_state.growth, totals, capacity, absent
@@ -560,7 +562,7 @@ def build_rank_entry(
 
 
 def build_peak_memories(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryState]:
-    """Every memory of one rank at its peak."""
+    """Returns every memory of one rank at its peak."""
     allocations = build_allocations(explained, max_blocks=0)
     peaks = allocations.pools.select("pool", "peak_row").rows()
     return [_build_memory_state(explained, allocations, pool_row, absent) for pool_row in peaks]
@@ -572,7 +574,7 @@ def _build_memory_state(
     pool_row: tuple[int, int],
     absent: UnknownValues,
 ) -> MemoryState:
-    """One memory at an instant; `pool_row` is its number and the row."""
+    """Returns one memory at an instant; `pool_row` is its number and the row."""
     pool, row = pool_row
     in_pool = pl.col("pool") == pool
     totals: MemoryTotals
@@ -595,7 +597,7 @@ def _build_memory_state(
 
 
 def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
-    """What the allocator held before the recording, beside what is known."""
+    """Adds the memory that the allocator held before the recording."""
     unseen_row = pl.DataFrame({"name": [name], "bytes": [unseen], "block_count": [0]})
     both = (
         pl.concat([divided.drop("fraction"), unseen_row])
@@ -609,8 +611,7 @@ def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
 
 
 def find_instant_row(instant: str, trace: Trace, blocks: Blocks, pool: int) -> int:
-    """The row of `trace.allocations` just after which a memory is looked at; -1 for before the
-    first.
+    """Returns the row of `trace.allocations` directly before the instant; -1 for before the first.
 
     Raises:
         UsageError: slugs `bad-instant`, `no-such-step`.
@@ -651,10 +652,11 @@ INDENT = "\u2003"
 
 
 def collapse_chains(tree: list[MemoryNodeRow]) -> list[MemoryNodeRow]:
-    """The rows to be shown, parents before children: `name` indented, chains of one as one row.
+    """Returns the rows to display, parents before children: `name` indented, chains of single
+    children as one row.
 
     Args:
-        tree: The first is the root.
+        tree: The rows; the first is the root.
     """
     child_counts: dict[int, int] = {}
     for row in tree:
@@ -681,11 +683,13 @@ HELD_COLUMNS = (
     Col("fraction", "Share", "share"),
     Col("block_count", "Blocks", "count"),
 )
-_MIN_MEMORY_RATIO = 1000  # a memory with less than this part of the largest is not worth a picture
+_MIN_MEMORY_RATIO = 1000  # a memory smaller than this fraction of the largest is not drawn
 
 
 def select_memories(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
-    """The memories of a rank that are worth a screen, the one with the highest peak first."""
+    """Returns the memories of a rank that are large enough to show, the one with the highest peak
+    first.
+    """
     ordered = sorted(memories, key=lambda memory: -memory["peak_bytes"])
     return [
         memory
@@ -695,21 +699,21 @@ def select_memories(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
 
 
 def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
-    """Who holds what, each row with the indented ones below it."""
+    """Returns memory by owner, each row including the indented ones below it."""
     self_column = Col("self_bytes", "Its own", "bytes", "held by no row below it")
     columns = [*HELD_COLUMNS, self_column, Col("name", "Scope and operator", "name")]
     return Table(key, "Memory by scope", columns, collapse_chains(memory["tree"]))
 
 
 def build_modules_table(memory: MemoryMemoryRow, key: str) -> Table:
-    """The part of the model."""
+    """Returns memory by module."""
     return Table(
         key, "Memory by module", [*HELD_COLUMNS, Col("name", "Module", "name")], memory["modules"]
     )
 
 
 def build_categories_table(memory: MemoryMemoryRow, key: str) -> Table:
-    """What it is for, and how that is known."""
+    """Returns memory by purpose, with the evidence."""
     hint = "census: the owner was asked; inferred: from the part of the step that made and freed it"
     columns = [Col("name", "Category"), *HELD_COLUMNS, Col("evidence", "Evidence", "text", hint)]
     rows = [{**row, "name": row["category"].replace("_", " ")} for row in memory["categories"]]
@@ -719,7 +723,7 @@ def build_categories_table(memory: MemoryMemoryRow, key: str) -> Table:
 def build_largest_table(
     memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None
 ) -> Table:
-    """The largest blocks alive at the instant."""
+    """Returns the largest blocks alive at the instant."""
     rows = [
         {
             **row,
@@ -753,7 +757,7 @@ def build_largest_table(
 def build_growth_table(
     memory: MemoryMemoryRow, key: str, unknown_reasons: Mapping[str, str] | None = None
 ) -> Table:
-    """What is made in a step and never freed, step after step."""
+    """Returns allocations made in a step and never freed, step after step."""
     columns = [
         Col("bytes_per_step", "Per step", "bytes"),
         Col("step_count", "Steps", "count", "that left something"),
@@ -770,7 +774,7 @@ def build_growth_table(
 
 
 def build_activations_table(memory: MemoryMemoryRow, key: str) -> Table:
-    """What checkpointing each module would free, and what computing it again costs."""
+    """Returns what checkpointing each module would free, and the cost of recomputing it."""
     rows = memory["activations"]
     device = any(row["device_ns"] for row in rows)
     columns = [
@@ -790,7 +794,7 @@ def build_activations_table(memory: MemoryMemoryRow, key: str) -> Table:
 
 
 def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
-    """How long the blocks of one rank live, of those made and freed in the recording."""
+    """Returns the lifetimes of the blocks of one rank, of those made and freed in the recording."""
     columns = [
         Col("life", "Lifetime"),
         Col("block_count", "Blocks", "count"),
@@ -807,7 +811,7 @@ def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
 
 
 def build_ranks_table(document: MemoryDocument) -> Table:
-    """The peak of every memory of every rank."""
+    """Returns the peak of every memory of every rank."""
     rows = [
         {**memory, "rank": format_rank_name(entry, k), "where": labels_allocator(memory)}
         for k, entry in enumerate(document["ranks"])
@@ -832,7 +836,7 @@ def build_ranks_table(document: MemoryDocument) -> Table:
 
 
 def build_out_of_memory_table(entry: MemoryEndRow, key: str) -> Table:
-    """What was alive when memory ran out."""
+    """Returns what was alive when memory ran out."""
     columns = [
         Col("bytes", "Bytes", "bytes"),
         Col("fraction", "Share", "share"),
@@ -842,7 +846,7 @@ def build_out_of_memory_table(entry: MemoryEndRow, key: str) -> Table:
 
 
 def describe_job(document: MemoryDocument) -> Iterator[str]:
-    """A sentence for each kind of memory that several ranks have."""
+    """Yields a sentence for each kind of memory that several ranks have."""
     for row in document["job"]:
         if row["count"] > 1:
             min_peak, max_peak = (
@@ -856,7 +860,7 @@ def describe_job(document: MemoryDocument) -> Iterator[str]:
 
 
 def describe_allocator(memory: MemoryMemoryRow) -> str:
-    """What the allocator holds at the end and cannot use; empty where that is not known."""
+    """Describes what the allocator holds at the end and cannot use; empty if unknown."""
     row = memory["allocator"]
     if not row:
         return ""

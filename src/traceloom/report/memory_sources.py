@@ -1,4 +1,6 @@
-"""Traces, snapshots, timelines and out-of-memory reports as sources; CSV of all allocations."""
+"""Reads the sources of memory reports: traces, snapshots, timelines, out-of-memory reports; writes
+all allocations as CSV.
+"""
 
 from __future__ import annotations
 
@@ -69,14 +71,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """Choices of `traceloom memory`.
+    """Options of `traceloom memory`.
 
     Attributes:
         ranks: Only these ranks; None for all.
         by: How memory is divided: one of `analyze.allocations.BY`.
-        depth: How many parts of a scope's or module's path are told apart; None for all.
-        at: The instant: `peak`, `start`, `end`, `step N` (the highest point of that step) or nanoseconds after the
-            start of the recording, as text.
+        depth: Max number of parts of a scope's or module's path; None for all.
+        at: The instant: `peak`, `start`, `end`, `step N` (the highest point of that step) or
+            nanoseconds after the start of the recording, as text.
         top: Rows of a table on a terminal.
         full_op_names: Names keep the namespace of the operator.
     """
@@ -98,24 +100,24 @@ SNAPSHOT_SUFFIX, OUT_OF_MEMORY_SUFFIX, ALLOCATIONS_SUFFIX = (
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemoryReport:
-    """A report of memory that ran out: of which rank, from which file."""
+    """A report of memory that ran out, with its rank and file."""
 
     rank: int | None
     path: str
-    document: dict[str, Any]  # as a program left it: nothing in it can be relied on
+    document: dict[str, Any]  # written by a program that failed: nothing in it is reliable
 
 
 @dataclass
 class MemorySources:
-    """Everything that tells of memory.
+    """All sources about memory.
 
     Attributes:
         name: What the user gave.
         session: The run; None where only files about memory were given.
         snapshots: Snapshots that were given, and their ranks.
-        attached: Snapshots that lie beside a trace of `session`, by the trace's path.
+        sidecar_snapshots: Snapshots beside a trace of `session`, by the trace's path.
         timelines: Memory timelines.
-        reports: Reports of memory that ran out.
+        reports: Out-of-memory reports.
         notices: Files beside traces that were refused.
     """
 
@@ -128,7 +130,7 @@ class MemorySources:
     notices: list[Notice] = field(default_factory=list)
 
     def iterate_explained(self, *, full_op_names: bool = False) -> Iterator[ExplainedMemory]:
-        """The blocks of each trace and each snapshot, one after the other."""
+        """Yields the blocks of each trace and each snapshot."""
         for trace in self.session.traces if self.session is not None else ():
             snapshot = self.sidecar_snapshots.get(trace.meta.path)
             if trace.allocations.height:
@@ -145,7 +147,7 @@ class MemorySources:
         return traces + len(self.snapshots) > 1
 
     def of_ranks(self, ranks: tuple[int, ...] | None) -> MemorySources:
-        """Only these ranks; UsageError where one is not there."""
+        """Returns only these ranks; raises UsageError where one does not exist."""
         if ranks is None:
             return self
         session = self.session.of_ranks(ranks) if self.session is not None else None
@@ -154,7 +156,7 @@ class MemorySources:
         return replace(self, session=session, snapshots=snapshots, reports=reports)
 
     def find_snapshot(self, trace: Trace) -> MemorySnapshot | None:
-        """The snapshot beside a trace, or the one that the trace was made of."""
+        """Returns the snapshot beside a trace, or the one from which the trace was built."""
         snapshots = [
             *(snapshot for _, snapshot in self.snapshots),
             *self.sidecar_snapshots.values(),
@@ -165,7 +167,7 @@ class MemorySources:
         return self.sidecar_snapshots.get(trace.meta.path, source_snapshot)
 
     def all_notices(self) -> list[Notice]:
-        """Those of the run, of snapshots, and of files that were refused."""
+        """Returns the notices of the run, of snapshots, and of refused files."""
         session_notices = list(self.session.notices) if self.session is not None else []
         snapshots = [
             *(snapshot for _, snapshot in self.snapshots),
@@ -179,7 +181,7 @@ class MemorySources:
 
     @property
     def epoch_ns(self) -> int:
-        """What times are relative to: the start of the run, else the first thing known."""
+        """Time zero of the document: the start of the run, else the first known time."""
         if self.session is not None:
             return self.session.epoch_ns
         starts = [int(timeline.time_ns[0]) for timeline in self.timelines if timeline.time_ns.size]
@@ -193,7 +195,7 @@ class MemorySources:
 
 
 def read_session_memory_sources(session: Session) -> MemorySources:
-    """A run, with the files about memory that the recorder left beside its traces."""
+    """Returns a run, with the memory files that the recorder left beside its traces."""
     sources = MemorySources(session.name, session)
     for trace in session.traces:
         _add_sidecars(trace, sources)
@@ -201,16 +203,16 @@ def read_session_memory_sources(session: Session) -> MemorySources:
 
 
 def read_memory_sources(paths: list[str], *, cache: bool = True) -> MemorySources:
-    """Tell by their content what the files are, and read them.
+    """Detects the kind of each file by its content, and reads it.
 
     Args:
-        paths: Runs, traces, snapshots (pickles), timelines, reports of memory that ran out, allocations that probes
-            recorded; directories are runs.
-        cache: Look into the cache of read traces.
+        paths: Runs, traces, snapshots (pickles), timelines, out-of-memory reports, allocations that
+            probes recorded; directories are runs.
+        cache: Use the cache of read traces.
 
     Raises:
-        InputError: nothing that was given can be read.
-        UsageError: as `traceloom.load`.
+        InputError: none of the paths can be read.
+        UsageError: as for `traceloom.load`.
     """
     sources = MemorySources(restore_addresses(", ".join(paths)))
     session_paths = []
@@ -246,7 +248,9 @@ def read_memory_sources(paths: list[str], *, cache: bool = True) -> MemorySource
 
 
 def _add_directory_files(paths: list[str], sources: MemorySources) -> bool:
-    """A run that ended before its window was written may have left a report alone."""
+    """Adds the files of a run; one that ended before its window was written may have left only a
+    report.
+    """
     found_any = False
     for directory in (Path(text) for text in paths):
         if not directory.is_dir():
@@ -274,7 +278,7 @@ def _add_allocations(path: Path, sources: MemorySources) -> None:
 
 
 def _add_sidecars(trace: Trace, sources: MemorySources) -> None:
-    """What the recorder left for the process of this trace; files that cannot be read become
+    """Adds the files that the recorder left for the process of this trace; unreadable ones become
     notices.
     """
     try:
@@ -316,10 +320,10 @@ _TIMELINE_UNKNOWN_PATHS = (
 def build_timeline_row(
     timeline: MemoryTimeline, instant: str, unknowns: UnknownValues
 ) -> MemoryRankRow:
-    """One entry of `ranks`.
+    """Returns one entry of `ranks`.
 
     Raises:
-        UsageError: slug `bad-instant`, for an instant that only a run with steps has.
+        UsageError: slug `bad-instant`, for an instant that requires a run with steps.
     """
     for path in _TIMELINE_UNKNOWN_PATHS:
         unknowns.say(path, _TIMELINE_UNKNOWN_REASON)
@@ -338,9 +342,8 @@ def build_timeline_row(
             hint="give peak, start, end, or a time as 12.5ms",
         )
     peak = int(total.argmax()) if total.size else 0
-    curve_positions = (
-        choose_instants(total) + 1
-    )  # positions in the levels themselves: there is no start before them
+    # Indices of the levels themselves: there is no start before them.
+    curve_positions = choose_instants(total) + 1
     levels = timeline.levels[:, index] if total.size else np.zeros(len(CATEGORIES), dtype=np.int64)
     bytes_by_category = [
         (name, int(size)) for name, size in zip(CATEGORIES, levels.tolist(), strict=True) if size
@@ -368,7 +371,7 @@ def build_timeline_row(
     ]
     tree: list[Any] = build_tree(
         [((name,), size, 0) for name, size in bytes_by_category]
-    ).to_dicts()  # as the document has it
+    ).to_dicts()  # as in the document
     memory: MemoryMemoryRow = {
         "device_type": "device",
         "device": -1,
@@ -417,7 +420,7 @@ _KIND_BY_CATEGORY = {
 
 
 class OutOfMemoryBreakdown(TypedDict):
-    """The part of an entry that says who held what, the same as a tree, and what to try."""
+    """The part of an entry with owners, the same as a tree, and suggestions."""
 
     bytes: int
     kinds: list[MemoryEndKindsRow]
@@ -428,12 +431,12 @@ class OutOfMemoryBreakdown(TypedDict):
 def build_reported_out_of_memory_rows(
     sources: MemorySources, ranks: list[MemoryRankRow], epoch_ns: int
 ) -> list[MemoryEndRow]:
-    """One entry for each report that a run left.
+    """Returns one entry for each report that a run left.
 
     Args:
-        sources: What was given.
-        ranks: Entries of the document: they know what grows.
-        epoch_ns: What times are relative to.
+        sources: The sources.
+        ranks: Entries of the document, which include growth.
+        epoch_ns: Time zero of the document.
     """
     rows: list[MemoryEndRow] = []
     for report in sources.reports:
@@ -489,8 +492,8 @@ def build_reported_out_of_memory_rows(
 def build_recorded_out_of_memory_rows(
     explained: ExplainedMemory, sources: MemorySources, epoch_ns: int
 ) -> list[MemoryEndRow]:
-    """One entry for each time that a trace or a snapshot says that memory ran out, where no report
-    says it better.
+    """Returns one entry for each out-of-memory event in a trace or a snapshot, unless there is a
+    report of it.
     """
     if explained.trace.rank in {report.rank for report in sources.reports}:
         return []
@@ -557,7 +560,7 @@ def _build_breakdown(
 
 
 def _build_device_rows(raw_devices: object) -> list[MemoryDeviceRow]:
-    """What the allocators said, with what is in use outside them."""
+    """Returns the state that the allocators reported, with the memory in use outside them."""
     rows: list[MemoryDeviceRow] = []
     for entry in raw_devices if isinstance(raw_devices, list) else []:
         if not isinstance(entry, dict) or any(
@@ -585,8 +588,8 @@ def _build_device_rows(raw_devices: object) -> list[MemoryDeviceRow]:
 def _build_marked_out_of_memory_rows(
     explained: ExplainedMemory, epoch_ns: int
 ) -> list[MemoryEndRow]:
-    """Marks of PyTorch in a trace: what was asked for and when; who held what follows from the
-    blocks.
+    """Returns PyTorch's out-of-memory marks in a trace: requested bytes and time; the owners follow
+    from the blocks.
     """
     trace = explained.trace
     out_of_memory_events = trace.marks.filter(pl.col("name") == OUT_OF_MEMORY_EVENT_NAME)
@@ -640,7 +643,7 @@ def _build_marked_out_of_memory_rows(
 def _compute_breakdown(
     explained: ExplainedMemory, allocation_row: int, asked_bytes: int | None, stack: list[str]
 ) -> OutOfMemoryBreakdown:
-    """Who held what just after a row of the allocations, in the memory that held most."""
+    """Returns the owners just after a row of the allocations, in the memory that held most."""
     pools = range(len(explained.named.blocks.pools))
     allocations = build_allocations(explained, dict.fromkeys(pools, allocation_row))
     totals = (
@@ -678,11 +681,10 @@ def _compute_breakdown(
 def write_allocations_csv(
     sources: MemorySources, options: MemoryOptions, handle: BinaryIO, *, all_columns: bool
 ) -> None:
-    """All allocations in the order they were made: `name,bytes`, and with `all_columns` all that is
-    known of each.
+    """Writes all allocations in order: `name,bytes`, and with `all_columns` all known properties.
 
-    With several ranks a column `rank` stands first. Times are relative to the start of the run.
-    Memory timelines tell of no single allocations.
+    With several ranks the first column is `rank`. Times are relative to the start of the run.
+    Memory timelines hold no single allocations.
     """
     selected_sources = sources.of_ranks(options.ranks)
     has_ranks = selected_sources.has_multiple

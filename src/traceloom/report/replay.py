@@ -1,4 +1,4 @@
-"""`traceloom replay`."""
+"""The result of a replay (`traceloom replay`): document, page and terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VERSION = 1
 
 
 def build(comparison: ReplayComparison) -> ReplayDocument:
-    """The document: the answer, what it cannot tell, and its tables but that of single ops."""
+    """Builds the document: the answer, its limits, and its tables except that of single ops."""
     values = comparison.to_dict()  # frames as lists of rows
     return {
         "format": FORMAT,
@@ -70,24 +70,24 @@ def build(comparison: ReplayComparison) -> ReplayDocument:
 
 
 def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
-    """The document as JSON."""
+    """Writes the document as JSON."""
     handle.write(encode(build(comparison)))
 
 
 def find_slowest_rank(comparison: ReplayComparison) -> ReplayWholeRow:
-    """The row of `whole` of the rank whose passes took longest."""
+    """Returns the row of `whole` of the rank whose passes took longest."""
     row = comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
     return cast("ReplayWholeRow", row)
 
 
 def has_gpu_times(total_rows: Iterable[ReplayWholeRow]) -> bool:
-    """Whether both sides know the GPU work of some op, by the rows of `total_rows`."""
+    """Whether both sides have the GPU time of some op, by the rows of `total_rows`."""
     return any(row["gpu_ratio"] is not None for row in total_rows)
 
 
 def compute_coverage(comparison: ReplayComparison) -> float:
-    """The share of the recorded time of all ranks' ops that ran as they are; of their number where
-    none was timed.
+    """Returns the share of the recorded time of all ranks' ops that ran unchanged; of their number
+    where none was timed.
     """
     coverage = comparison.coverage
     measure = "recorded_ns" if coverage["time_share"].is_not_null().any() else "count"
@@ -97,7 +97,7 @@ def compute_coverage(comparison: ReplayComparison) -> float:
 
 
 def describe_replay(comparison: ReplayComparison) -> str:
-    """The answer in words."""
+    """Describes the answer."""
     if not comparison.whole.height:
         return "Nothing was replayed."
     row = find_slowest_rank(comparison)
@@ -127,7 +127,9 @@ def describe_replay(comparison: ReplayComparison) -> str:
 
 
 def compare_with_simulation(comparison: ReplayComparison) -> Iterator[str]:
-    """The slowest rank's replay beside its simulation, in words; nothing where there is none."""
+    """Compares the slowest rank's replay with its simulation in words; empty where
+    there is none.
+    """
     for row in comparison.simulated.filter(rank=find_slowest_rank(comparison)["rank"]).iter_rows(
         named=True
     ):
@@ -144,7 +146,7 @@ def compare_with_simulation(comparison: ReplayComparison) -> Iterator[str]:
 
 
 def describe_limits(comparison: ReplayComparison) -> Iterator[str]:
-    """What these times do not tell, in words; one sentence each."""
+    """Yields a sentence for each limit of these times."""
     if not comparison.whole.height:
         return
     if comparison.not_simulated:
@@ -296,8 +298,7 @@ _TABLES: tuple[tuple[str, str, str, Columns], ...] = (
     ),
 )
 
-# Where GPU work was measured, ops are held against each other by it: a host clock sees their
-# launches alone.
+# Where GPU work was measured, ops are compared by it: a host clock sees only their launches.
 _GPU_OVERRIDES: dict[str, tuple[str, Columns]] = {
     "whole": (
         "A recorded step against a pass of the replay; medians.",
@@ -367,7 +368,7 @@ _GPU_TABLES = tuple(
 
 
 def build_tables(document: ReplayDocument) -> Iterator[Table]:
-    """The tables that have rows."""
+    """Yields the tables that have rows."""
     rows_of: dict[str, Sequence[Cells]] = {
         "whole": document["whole"],
         "simulated": document["simulated"],
@@ -403,10 +404,10 @@ _HOST_TIMELINE = f"{_ABOUT_TIMELINE} These are times of the host; GPU work is no
 
 
 def render(document: ReplayDocument, comparison: ReplayComparison) -> str:
-    """The document as one HTML page that needs nothing but itself.
+    """Renders the document as one self-contained HTML page.
 
     Args:
-        document: What `traceloom.report.replay.build` made of the comparison.
+        document: The result of `traceloom.report.replay.build` for the comparison.
         comparison: The comparison, whose single ops are drawn.
     """
     name, view = str(document["source"]), build_timeline(comparison)
@@ -428,7 +429,7 @@ def render(document: ReplayDocument, comparison: ReplayComparison) -> str:
 
 
 def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
-    """Both timelines; None where no op was timed."""
+    """Builds both timelines; None where no op was timed."""
     op_rows = comparison.each.with_columns(pl.col("gap_ns").fill_null(0))
     if not op_rows.height:
         return None
@@ -569,13 +570,12 @@ REPLAY = ResultFiles(
 )
 
 _MAX_ROWS = 8
-_FILE_ONLY_TABLE = (
-    "replay-contents"  # the page and the JSON have it; a limit says what matters of it
-)
+# The page and the JSON have it; a limit states the relevant part.
+_FILE_ONLY_TABLE = "replay-contents"
 
 
 def render_terminal(document: ReplayDocument, width: int) -> Iterator[Text]:
-    """The lines, none wider than `width`."""
+    """Yields the lines, none wider than `width`."""
     yield Text(fit_name(document["source"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width, "bold")

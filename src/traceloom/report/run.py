@@ -1,6 +1,7 @@
-"""`traceloom report`: head, ranks, answer, sections asked for; faults of one section.
+"""Builds the document of `traceloom report`: head, ranks, answer, requested sections, errors of
+sections.
 
-Everything that is shown (terminal, page, Markdown) is drawn from it. Its keys are described in
+All views (terminal, page, Markdown) are drawn from it. Its keys are described in
 docs/reference/report-json.md and docs/reference/report.schema.json.
 """
 
@@ -56,10 +57,10 @@ T = TypeVar("T")
 
 
 class SectionErrors:
-    """What failed while a report was made.
+    """Errors of sections while a report is built.
 
     Args:
-        named: What was asked for by name: its failure is the failure of the report.
+        requested: Sections requested by name: their failure is a failure of the report.
     """
 
     def __init__(self, requested: tuple[str, ...] | None) -> None:
@@ -67,10 +68,10 @@ class SectionErrors:
         self._found: dict[str, Exception] = {}
 
     def guard(self, key: str, work: Callable[[], T]) -> T | None:
-        """Do the work of a section; None where it fails, or has failed already.
+        """Runs the work of a section; None where it fails, or has failed already.
 
         Raises:
-            TraceloomError: What the work says of its input.
+            TraceloomError: An error about the input.
             Exception: Any failure of a section that was requested by name.
         """
         if key in self._found:
@@ -85,17 +86,17 @@ class SectionErrors:
             return None
 
     def failed(self, key: str) -> bool:
-        """Whether a section is lost."""
+        """Whether a section has failed."""
         return key in self._found
 
     def say(self, key: str, absent: UnknownValues, *paths: str) -> None:
-        """Say why a section is not there: under its key, or the paths that it gives."""
+        """Explains why a section is missing: under its key, or under the given paths."""
         error = self._found[key]
         for path in paths or (key,):
             absent.say(path, f"{FAILED_REASON}: {type(error).__name__}: {error}")
 
     def notices(self) -> tuple[Notice, ...]:
-        """One per section that is lost."""
+        """Returns one notice per failed section."""
         return tuple(
             Notice(
                 "section-failed",
@@ -114,16 +115,17 @@ VERSION = 1
 def build(
     session: Session, options: ReportOptions | None = None, *, separate_process: bool = False
 ) -> ReportDocument:
-    """The document of one run.
+    """Builds the document of one run.
 
     Times are integer nanoseconds; every `start_ns` and `time_ns` is relative to `epoch_ns`. Unknown
     values are null and explained in `absent`.
 
     Args:
         session: The run.
-        options: Which ranks and steps, and how operators are counted. `top` and `sort` do not change the document.
-        separate_process: Whether the findings of a large job may be worked out in a process of its own, to which models that a
-            script has registered are not known.
+        options: Which ranks and steps, and how operators are counted. `top` and `sort` do not
+            change the document.
+        separate_process: Whether the findings of a large job may be computed in a separate process,
+            in which models that a script has registered are not available.
 
     Raises:
         UsageError: slugs `no-such-rank`, `no-such-step`, `no-such-section`.
@@ -141,9 +143,9 @@ def build(
         enable_batching(complete_session.traces),
         enable_batching(part.traces),
     ):
-        # All of one rank before the next: what several sections need of a trace is worked out once
-        # and then forgotten, so that a run of many ranks needs the memory of one, or of several
-        # small ones that are looked at together.
+        # Process one rank completely before the next: intermediate results that several sections
+        # share are computed once and then released, so that a run of many ranks needs the memory of
+        # one, or of several small ones that are processed together.
         ranks: list[RankMeasurements] = []
         results: dict[str, list[Any]] = {
             chosen_section.key: [] for chosen_section in chosen_sections
@@ -154,7 +156,7 @@ def build(
                 results[section.key].append(
                     faults.guard(section.key, partial(section.measure, visible_trace, options))
                 )
-        # The chosen sections, one after the other; null where not asked for, or where one fails.
+        # The chosen sections; null if not requested or failed.
         study: Measurements[Any] = Measurements(complete_session, part, options, ())
         sections: dict[str, Any] = {}
         for key in EXTRA_KEYS:
@@ -203,7 +205,7 @@ def build(
 
 
 def selected(session: Session, options: ReportOptions) -> Session:
-    """The part of a session that a report with these options is about."""
+    """Returns the part of a session that a report with these options covers."""
     rank_session = session if options.ranks is None else session.of_ranks(options.ranks)
     return (
         rank_session if options.steps is None else cut_session_to_steps(rank_session, options.steps)
@@ -211,8 +213,8 @@ def selected(session: Session, options: ReportOptions) -> Session:
 
 
 def build_runs(sessions: Sequence[Session], name: str, commands: list[str]) -> ReportDocument:
-    """The summary document of several runs: a row each in `runs`, with the command that reports it
-    alone.
+    """Builds the summary document of several runs: a row each in `runs`, with the command that
+    reports it alone.
     """
     absent = UnknownValues(0)
     notices = tuple(n for session in sessions for n in session.notices)
@@ -304,7 +306,7 @@ def _build_input_rows(sessions: Sequence[Session], absent: UnknownValues) -> lis
 
 
 def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> list[NoticeRow]:
-    # Readers and analyses may notice the same thing; it is said once per rank and place.
+    # Readers and analyses may add the same notice; it is listed once per rank and place.
     distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
     if any(notice.rank is None for notice in distinct):
         absent.say("notices[*].rank")
@@ -315,7 +317,7 @@ def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> li
 
 
 def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
-    """One entry of `ranks`; `cut` says that only chosen steps are told."""
+    """Returns one entry of `ranks`; `cut` means that only selected steps are included."""
     trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
     start, end = trace.start_ns, trace.end_ns
     if cut and trace.steps.height:
@@ -369,7 +371,7 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
         "steps": [{**step, "devices": in_steps.get(step["step"], [])} for step in steps],
         "outside": outside_steps.get(
             None, []
-        ),  # of the devices; with the steps, it adds up to the whole
+        ),  # of the devices; together with the steps it adds up to the whole
         "gpu_account": account,
         "idle": absent.rows(measured.idle.totals, "ranks[*].idle"),
         "host": {
@@ -383,7 +385,7 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
 def _split_by_step(
     rows: pl.DataFrame, causes: pl.DataFrame, absent: UnknownValues
 ) -> dict[int | None, list[DeviceTimeRow]]:
-    """The devices' time inside each step, with its idle causes."""
+    """Returns the devices' time inside each step, with its idle causes."""
     cause_times: dict[tuple[Any, Any], dict[str, int]] = {}
     for row in causes.to_dicts():
         cause_times.setdefault((row["step"], row["device"]), {})[row["cause"]] = row["idle_ns"]

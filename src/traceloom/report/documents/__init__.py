@@ -1,9 +1,9 @@
-"""Types of the documents: dictionaries as the commands write them as JSON, key by key.
+"""Types of the documents: dictionaries with the keys that the commands write as JSON.
 
-`...Row` is an object of a list, `...Value` another object. The documents with a published schema (report, memory,
-simulation, replay) have theirs from it, by `scripts/report_schema.py`. Nothing at run time needs these types: import
-them where types are checked, or to decode a file into checked values, as by
-`msgspec.json.decode(text, type=ReportDocument)`.
+`...Row` is an object of a list, `...Value` another object. The types of documents with a published
+schema (report, memory, simulation, replay) are generated from it by `scripts/report_schema.py`.
+They are not needed at run time: import them for type checking, or to decode a file into checked
+values, for example with `msgspec.json.decode(text, type=ReportDocument)`.
 """
 
 from traceloom.report.documents.calibration import CalibrationDocument

@@ -7,7 +7,9 @@ from traceloom.trace.notice import NoticeFields
 
 
 class TransferFitRow(TypedDict):
-    """The transfers of a group of ranks in a range of sizes; a bandwidth of null: bytes make no difference."""
+    """The transfers of a group of ranks in a range of sizes; bandwidth null means independent of
+    bytes.
+    """
 
     collective: str
     span: Literal["inside", "between"]
@@ -26,7 +28,7 @@ class TransferFitRow(TypedDict):
 
 
 class CalibrationDocument(DocumentHead):
-    """How long collectives take; `machine` is as its file has it: without what is as by default."""
+    """The durations of collectives; `machine` is as in its file: without default values."""
 
     sentence: str
     transfers: list[TransferFitRow]

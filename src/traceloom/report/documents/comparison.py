@@ -24,7 +24,7 @@ class ComparedRunValue(TypedDict):
 
 
 class ConditionRow(TypedDict):
-    """What both sides say of one condition."""
+    """The values of one condition on both sides."""
 
     condition: str
     base: str
@@ -34,7 +34,7 @@ class ConditionRow(TypedDict):
 
 
 class StepPartRow(TypedDict):
-    """A part of the usual step."""
+    """A part of the typical step."""
 
     part: str
     meaning: str
@@ -46,7 +46,7 @@ class StepPartRow(TypedDict):
 
 
 class ComparedKernelRow(TypedDict):
-    """GPU work that stands for each other."""
+    """Matched GPU work of both sides."""
 
     status: str
     operator: str
@@ -92,7 +92,7 @@ class ComparedOperatorRow(TypedDict):
 
 
 class ComparedBoxRow(TypedDict):
-    """A box of the call tree, with all below it."""
+    """A box of the call tree, including everything below it."""
 
     parent: int | None
     name: str
@@ -114,7 +114,7 @@ class ComparedStepRow(TypedDict):
 
 
 class ComparisonDocument(DocumentHead):
-    """Two runs against each other."""
+    """A comparison of two runs."""
 
     base: ComparedRunValue
     new: ComparedRunValue

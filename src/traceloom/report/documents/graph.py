@@ -22,7 +22,7 @@ class NodesValue(TypedDict):
 
 
 class EdgeKindRow(TypedDict):
-    """The edges of a kind that are known in one way."""
+    """The edges of a kind with one kind of evidence."""
 
     kind: str
     evidence: str
@@ -53,7 +53,7 @@ class GraphRankRow(TypedDict):
 
 
 class CoverageRow(TypedDict):
-    """What was matched, or not, and why."""
+    """What was matched or not, and the reason."""
 
     rank: int | None
     subject: str
@@ -63,7 +63,7 @@ class CoverageRow(TypedDict):
 
 
 class DelayRow(TypedDict):
-    """The usual delay of a class of edges."""
+    """The typical delay of a class of edges."""
 
     kind: str
     place: str | None
@@ -72,7 +72,7 @@ class DelayRow(TypedDict):
 
 
 class LawRankRow(TypedDict):
-    """How far a rank is off when it is re-timed."""
+    """The error of a rank when it is re-timed."""
 
     rank: int
     window_ns: int
@@ -102,7 +102,7 @@ class UnexplainedRow(TypedDict):
 
 
 class LawValue(TypedDict):
-    """What re-timing the graph gave."""
+    """The result of re-timing the graph."""
 
     sentence: str
     holds: bool
@@ -124,7 +124,7 @@ class LawValue(TypedDict):
 
 
 class GraphDocument(DocumentHead):
-    """What a graph is made of."""
+    """A summary of a graph."""
 
     name: str
     stage: str

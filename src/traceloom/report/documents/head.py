@@ -1,10 +1,10 @@
-"""The beginning of documents."""
+"""The common first keys of documents."""
 
 from typing import TypedDict
 
 
 class DocumentHead(TypedDict):
-    """What every document begins with."""
+    """The first keys of every document."""
 
     format: str
     version: int
@@ -12,7 +12,7 @@ class DocumentHead(TypedDict):
 
 
 class ReportHead(DocumentHead):
-    """What the document of a report begins with."""
+    """The first keys of the document of a report."""
 
     name: str
     epoch_ns: str

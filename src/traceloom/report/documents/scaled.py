@@ -7,14 +7,14 @@ from traceloom.trace.notice import NoticeFields
 
 
 class StepQuantileRow(TypedDict):
-    """So many per cent of the steps take no longer."""
+    """The duration that a percentage of the steps does not exceed."""
 
     percent: int
     time_ns: int
 
 
 class ScaledCollectiveRow(TypedDict):
-    """What becomes of a kind of meeting."""
+    """The scaled values of a kind of collective."""
 
     kind: str | None
     copies: int

@@ -1,4 +1,4 @@
-"""Types of the short report on a terminal, as it is kept beside an unchanged recording."""
+"""Types of the short report on a terminal, as cached beside an unchanged recording."""
 
 from typing import TypedDict
 
@@ -13,7 +13,7 @@ from traceloom.report.documents.report import (
 
 
 class ShortRank(TypedDict):
-    """What is told of a rank."""
+    """The part of a rank that the short report shows."""
 
     rank: int | None
     world_size: int | None
@@ -23,7 +23,7 @@ class ShortRank(TypedDict):
 
 
 class ShortReport(TypedDict):
-    """What the short report is drawn from; `summaries` has title and sentence of each section."""
+    """The data of the short report; `summaries` has title and sentence of each section."""
 
     name: str
     answer: AnswerValue

@@ -6,7 +6,9 @@ from traceloom.report.documents.head import DocumentHead
 
 
 class SweepAnswerFields(TypedDict):
-    """What stands at every point, besides a value for each parameter; `ranks` as asked for where it is one of them."""
+    """The keys of every point, besides a value for each parameter; `ranks` as requested if it is a
+    parameter.
+    """
 
     ranks: float | str | None
     samples: float | None
@@ -20,7 +22,7 @@ class SweepAnswerFields(TypedDict):
 
 
 class SweepPointRow(SweepAnswerFields):
-    """A point; `reason` says why it has no time."""
+    """A point; `reason` explains why it has no time."""
 
     time_ns: int | None
 
@@ -32,7 +34,7 @@ class AnsweredPointRow(SweepAnswerFields):
 
 
 class SensitivityRow(TypedDict):
-    """By how many per cent the time changes per per cent of a parameter."""
+    """The change of the time in percent per percent of a parameter."""
 
     parameter: str
     median: float
@@ -42,7 +44,7 @@ class SensitivityRow(TypedDict):
 
 
 class SweepDocument(DocumentHead):
-    """The same question at many points."""
+    """The results of a sweep over many points."""
 
     name: str
     keys: list[str]

@@ -22,7 +22,7 @@ class JudgedSideValue(TypedDict):
 
 
 class CheckRow(TypedDict):
-    """A condition and what became of it."""
+    """A condition and its result."""
 
     condition: str
     verdict: str
@@ -47,7 +47,7 @@ class CheckRow(TypedDict):
 
 
 class CauseRow(TypedDict):
-    """A difference by name."""
+    """A named difference."""
 
     what: str
     name: str
@@ -57,7 +57,7 @@ class CauseRow(TypedDict):
 
 
 class PowerRow(TypedDict):
-    """How many runs would show a change."""
+    """The number of runs that would show a change."""
 
     condition: str
     effect: float
@@ -84,7 +84,7 @@ class VerdictDocument(DocumentHead):
 
 
 class BaselineRow(TypedDict):
-    """A baseline in the list."""
+    """A row of the list of baselines."""
 
     name: str
     saved_unix_s: int

@@ -6,14 +6,14 @@ from traceloom.report.documents.head import DocumentHead
 
 
 class AssumedChangeRow(TypedDict):
-    """A change, and what it assumes."""
+    """A change, and its assumptions."""
 
     change: str
     assumes: str
 
 
 class ChangedRankRow(TypedDict):
-    """How long a rank takes."""
+    """The duration of a rank."""
 
     rank: int
     before_ns: int
@@ -22,7 +22,7 @@ class ChangedRankRow(TypedDict):
 
 
 class PathPart(TypedDict):
-    """What a part of a critical path is."""
+    """A part of a critical path."""
 
     what: str
     kind: str
@@ -36,7 +36,7 @@ class PathPartRow(PathPart):
 
 
 class TrustValue(TypedDict):
-    """What the law says of the graph."""
+    """The errors of the graph, which limit the trust in the answer."""
 
     sentence: str
     holds: bool
@@ -46,7 +46,7 @@ class TrustValue(TypedDict):
 
 
 class WhatIfDocument(DocumentHead):
-    """What some changes would do."""
+    """The effect of changes."""
 
     name: str
     step: int | None

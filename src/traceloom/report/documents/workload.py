@@ -6,7 +6,7 @@ from traceloom.trace.notice import NoticeFields
 
 
 class WorkloadRankRow(TypedDict):
-    """A rank: what it waits for, computes and sends; times are null where the files have none."""
+    """Times of a rank: waiting, computing and sending; null where the files have none."""
 
     rank: int
     nodes: int
@@ -45,7 +45,7 @@ class WorkloadCommunicationRow(TypedDict):
 
 
 class DependencyKindRow(TypedDict):
-    """How many dependencies there are of a kind; Chakra files tell no evidence."""
+    """The number of dependencies of a kind; Chakra files have no evidence."""
 
     kind: str
     evidence: str | None
@@ -53,7 +53,7 @@ class DependencyKindRow(TypedDict):
 
 
 class WorkloadSummaryDocument(TypedDict):
-    """What a graph or a set of Chakra files is made of."""
+    """A summary of a graph or a set of Chakra files."""
 
     format: Literal["traceloom-workload-summary"]
     version: int
@@ -87,7 +87,7 @@ class WorkloadNodeFields(TypedDict):
 
 
 class ShownNodeValue(WorkloadNodeFields, total=False):
-    """The node that is shown; of communication with its kind and group."""
+    """The displayed node; with kind and group if it is communication."""
 
     what: str
     group: str | None
@@ -101,7 +101,7 @@ class NeighbourRow(WorkloadNodeFields):
 
 
 class NodeDocument(TypedDict):
-    """One node, what it waits for, what waits for it, and what else its file says of it."""
+    """One node, its predecessors, its successors, and further attributes from its file."""
 
     format: Literal["traceloom-node"]
     version: int

@@ -1,1 +1,1 @@
-"""Files for other viewers."""
+"""Exports to the formats of other viewers."""

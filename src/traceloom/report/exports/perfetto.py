@@ -1,12 +1,12 @@
-"""Chrome JSON for Perfetto.
+"""Writes Chrome JSON for Perfetto.
 
-Perfetto draws the slices of one track as a stack and drops those that cross. Host events are given
-up to `nested_end_ns`, so they nest; device work that overlaps on one stream is spread over overflow
-tracks, `stream 7 (2)`.
+Perfetto draws the slices of one track as a stack and drops those that cross. Host events end at
+`nested_end_ns`, so they nest; overlapping device work on one stream is spread over overflow tracks,
+`stream 7 (2)`.
 
-One process per trace, its lanes as named, ordered tracks, the steps on top; launch and
-forward-backward arrows; counters. Written in slices of events, so that memory does not grow with
-the trace.
+There is one process per trace, with its lanes as named, ordered tracks, the steps on top; launch
+and forward-backward arrows; counters. Events are written in slices, so that memory does not grow
+with the trace.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 def format_microseconds(ns: pl.Series) -> pl.Series:
-    """Nanoseconds >= 0 as the text of microseconds with three decimals.
+    """Formats nanoseconds >= 0 as microseconds with three decimals.
 
-    Perfetto multiplies the number by 1000 as a double and cuts off the rest, which can be one
-    nanosecond short; such a number gets a fourth decimal, so that it comes out right there and
-    wherever it is rounded.
+    Perfetto multiplies the number by 1000 as a double and truncates the result, which can lose one
+    nanosecond; such a number gets a fourth decimal, so that it is right there and also for readers
+    that round.
     """
     exact = ns.to_numpy()
     short = pl.Series(
         (exact / 1000.0 * 1000.0).astype(np.int64) != exact
-    )  # by NumPy: correctly rounded, as a parser is
+    )  # NumPy's division is correctly rounded, like a parser
     text = pl.concat_str(
         pl.lit(ns // 1000),
         pl.lit("."),
@@ -61,7 +61,7 @@ def format_microseconds(ns: pl.Series) -> pl.Series:
 
 
 def encode_names(names: pl.Series) -> pl.DataFrame:
-    """Every different name with its JSON text."""
+    """Returns every distinct name with its JSON text."""
     unique = names.unique()
     texts = [json.dumps(sanitize(name), ensure_ascii=False) for name in unique.to_list()]
     return pl.DataFrame(
@@ -70,7 +70,7 @@ def encode_names(names: pl.Series) -> pl.DataFrame:
 
 
 def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
-    """The slices, each followed by its arrows, so that Perfetto binds them to it.
+    """Returns the slices, each followed by its arrows, so that Perfetto binds them to it.
 
     Args:
         slices: number, place (process, track and start as JSON text), text.
@@ -103,18 +103,16 @@ def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
 
 
 _ARROW_NAME = "critical_path"
-_FIRST_ARROW_ID = (
-    9 * 10**15
-)  # numbers of these arrows: above those of all others, and whole as doubles
+_FIRST_ARROW_ID = 9 * 10**15  # ids of these arrows: above those of all others, and exact as doubles
 _ARROW_SCHEMA = build_schema("source target arrow id", {"source": pl.UInt32, "target": pl.UInt32})
 
 
 def find_path_arrows(session: Session, path: CriticalPathValue | None) -> dict[int, pl.DataFrame]:
-    """By trace, the events in which the path leaves a lane and enters the next one.
+    """Returns, by trace, the events at which the path leaves a lane and enters the next one.
 
     Args:
         session: The traces; the result is keyed by their positions.
-        path: `critical_path` of the report document; None without one.
+        path: `critical_path` of the report document; None if there is none.
 
     Returns:
         Frames of `source`, `target` (events; null where that end is in another trace), `arrow`,
@@ -148,8 +146,7 @@ def find_path_arrows(session: Session, path: CriticalPathValue | None) -> dict[i
 def encode_path_track(
     path: CriticalPathValue | None, process: int, thread: int, shift_ns: int
 ) -> Iterator[str]:
-    """The path as a process of one track, its stretches one after the other; nothing without a
-    path.
+    """Yields the path as a process with one track of consecutive slices; nothing without a path.
 
     Args:
         path: `critical_path` of the report document.
@@ -197,10 +194,10 @@ _ANNOTATION_MARGIN_NS = 2
 
 @dataclass(frozen=True)
 class Tracks:
-    """The tracks of one trace, in the order they are shown.
+    """The tracks of one trace, in display order.
 
     Attributes:
-        names: Of each track.
+        names: Name of each track.
         track: Track of each event, an index into `names`.
         end_ns: End of each event on its track.
     """
@@ -211,7 +208,7 @@ class Tracks:
 
 
 def assign_tracks(trace: Trace) -> Tracks:
-    """Give every event a track on which it nests."""
+    """Assigns every event to a track on which it nests."""
     events = trace.events
     # Host threads first, the busiest on top; then the devices, each with its annotations, streams
     # and waits.
@@ -257,16 +254,18 @@ def assign_tracks(trace: Trace) -> Tracks:
 
 
 def assign_levels(start: Ints, end: Ints) -> Ints:
-    """The lowest level for each span (sorted by start) on which it overlaps none; 0 where nothing
-    overlaps.
+    """Returns the lowest level of each span (sorted by start) on which it overlaps none; 0 where
+    nothing overlaps.
 
-    Only clusters of overlapping spans are walked one by one.
+    Only clusters of overlapping spans are processed one by one.
     """
     level = np.zeros(start.size, dtype=np.int64)
     if start.size < 2:
         return level
     reach = np.maximum.accumulate(end)
-    cluster_starts = np.append(True, start[1:] >= reach[:-1])  # a new cluster: all before has ended
+    cluster_starts = np.append(
+        True, start[1:] >= reach[:-1]
+    )  # a new cluster: all previous spans have ended
     bounds = np.append(np.flatnonzero(cluster_starts), start.size)
     for low, high in pairwise(bounds.tolist()):
         if high - low > 1:
@@ -290,24 +289,25 @@ def _assign_cluster_levels(start: list[int], end: list[int]) -> list[int]:
 
 
 _BATCH_EVENTS = 32_768  # events encoded at a time
-# Perfetto knows threads by their number alone, so numbers never repeat in a file, nor equal a
-# process's.
+# Perfetto identifies threads by their number alone, so numbers never repeat in a file, nor equal
+# that of a process.
 _TRACKS_PER_PROCESS = 1_000_000
 
 
 def write(
     session: Session, epoch_ns: int, handle: BinaryIO, path: CriticalPathValue | None = None
 ) -> None:
-    """Write the whole session, and what was recorded beside it.
+    """Writes the whole session, including stack samples, telemetry and allocations.
 
-    Every event stands in it exactly once. Times are microseconds after `epoch_ns` with their
+    Every event is written exactly once. Times are microseconds after `epoch_ns` with their
     nanoseconds as decimals. Host events end where their parent ends, where they would outlive it.
 
     Args:
-        session: What to write.
+        session: The session to write.
         epoch_ns: Time zero of the written trace.
-        handle: Where to write; uncompressed JSON.
-        path: `critical_path` of the report document, whose times count from `epoch_ns`; None for none.
+        handle: The output; uncompressed JSON.
+        path: `critical_path` of the report document, whose times count from `epoch_ns`; None if
+            there is none.
     """
     session = add_overlay(session)
     times = [epoch_ns]
@@ -341,7 +341,7 @@ def write(
 def _encode_trace(
     trace: Trace, process: int, epoch_ns: int, extra_arrows: pl.DataFrame | None = None
 ) -> Iterator[str]:
-    """The parts of one trace, each some rows of JSON."""
+    """Yields the parts of one trace, each some rows of JSON."""
     tracks = assign_tracks(trace)
     first_thread = process * _TRACKS_PER_PROCESS
     rank = "?" if trace.rank is None else trace.rank
@@ -377,8 +377,8 @@ def _encode_trace(
         (pl.Series(tracks.end_ns) - start).clip(0).alias("dur"),
         pl.Series("tid", tracks.track + first_thread + 1),
     )
-    # From every launch to its GPU work, from forward to backward, and the file's own others; `id`
-    # is unique.
+    # From every launch to its GPU work, from forward to backward, and the other flows of the file;
+    # `id` is unique.
     launches = (
         trace.gpu_work()
         .drop_nulls("launch")
@@ -426,8 +426,8 @@ def _encode_trace(
 def _encode_slices(
     trace: Trace, events: pl.DataFrame, names: pl.DataFrame, arrows: pl.DataFrame, process: int
 ) -> str:
-    """The slices, each followed by its arrows, so that Perfetto binds them to it."""
-    # What the side frames say about these events, one row per event.
+    """Returns the slices, each followed by its arrows, so that Perfetto binds them to it."""
+    # Details of these events from the side frames, one row per event.
     in_batch = pl.col("event").is_between(events["event"][0], events["event"][-1])
     for frame in (
         trace.tensors.select("event", "shapes", "types"),
@@ -497,16 +497,16 @@ def _join_rows(frame: pl.DataFrame, rows: pl.Expr) -> str:
 
 
 def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = None) -> None:
-    """Write every node that belongs to a lane, and the edges between nodes of different lanes.
+    """Writes every node that belongs to a lane, and the edges between nodes of different lanes.
 
     Times are microseconds after the earliest node with their nanoseconds as decimals. Nodes that
-    overlap on one lane (kernels of one stream) stand on tracks of their own, `stream 7 (2)`.
+    overlap on one lane (kernels of one stream) are on separate tracks, `stream 7 (2)`.
 
     Args:
-        graph: What to write.
-        handle: Where to write; uncompressed JSON.
-        counters: Values that hold from a time on, drawn as curves of a process of their own: name, time_ns (from the
-            earliest node), value.
+        graph: The graph to write.
+        handle: The output; uncompressed JSON.
+        counters: Values that hold from a time on, drawn as curves of a separate process: name,
+            time_ns (from the earliest node), value.
     """
     earliest = graph.nodes["start_ns"].min()
     first = earliest if isinstance(earliest, int) else 0
@@ -599,8 +599,8 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
 def _encode_graph_slices(
     nodes: pl.DataFrame, quoted: pl.DataFrame, arrows: pl.DataFrame
 ) -> Iterator[str]:
-    """The slices, each followed by the arrows that begin and end in it, so that Perfetto binds them
-    to it.
+    """Yields the slices, each followed by the arrows that begin and end in it, so that Perfetto
+    binds them to it.
     """
     for low in range(0, nodes.height, _BATCH_EVENTS):
         part = nodes.slice(low, _BATCH_EVENTS).join(
@@ -636,12 +636,12 @@ def _encode_graph_slices(
 
 
 def write_simulation(answer: Simulation, handle: BinaryIO) -> None:
-    """Write the workload as it would have been recorded on the machine, and counters of its busiest
-    links.
+    """Writes the workload as it would have been recorded on the machine, and counters of its
+    busiest links.
 
     Args:
-        answer: What was simulated.
-        handle: Where to write; uncompressed JSON.
+        answer: The simulation.
+        handle: The output; uncompressed JSON.
 
     Raises:
         UsageError: `no-timeline`: the mode has none.

@@ -1,5 +1,5 @@
-"""Export for https://www.speedscope.app: every host thread in time order, and GPU time by the stack
-that launched it.
+"""Writes files for https://www.speedscope.app: every host thread in time order, and GPU time by
+launching stack.
 
 The schema is https://www.speedscope.app/file-format-schema.json: frames are shared, a thread is an
 `evented` profile (opened and closed frames, in order, nested), GPU time a `sampled` one (stacks
@@ -25,14 +25,14 @@ from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 SCHEMA = "https://www.speedscope.app/file-format-schema.json"
-_AT_ONCE = 1 << 18  # opened and closed frames that are spelled at once
+_AT_ONCE = 1 << 18  # opened and closed frames that are encoded at once
 _Frame = tuple[str, str | None, int | None]  # name, file, line
 _NO_LAUNCH: _Frame = ("(launch not recorded)", None, None)
 
 
 @dataclass(slots=True)
 class _Frames:
-    """Distinct frames, in the order in which they are first numbered."""
+    """Distinct frames, numbered in order of first use."""
 
     keys: list[_Frame] = field(default_factory=list)
     _number: dict[_Frame, int] = field(default_factory=dict)
@@ -45,12 +45,12 @@ class _Frames:
         return index
 
     def numbers(self, table: pl.DataFrame) -> list[int]:
-        """The numbers of rows with the columns name, file, line."""
+        """Returns the numbers of rows with the columns name, file, line."""
         return [self.number(frame) for frame in table.select("name", "file", "line").iter_rows()]
 
 
 def write(session: Session, handle: BinaryIO) -> None:
-    """Write the threads of all ranks as one file; times count from the earliest event of the
+    """Writes the threads of all ranks as one file; times count from the earliest event of the
     session.
     """
     frames = _Frames()
@@ -87,7 +87,7 @@ def write(session: Session, handle: BinaryIO) -> None:
 
 
 def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterator[Iterator[bytes]]:
-    """One text in pieces for each profile of a rank: the main thread first."""
+    """Yields the text of each profile of a rank, in pieces: the main thread first."""
     tree, folded = build_forest(trace), call_tree(trace)
     number = np.array(frames.numbers(parse_frame_places(folded.names)), dtype=np.int64)
     named_lanes = (
@@ -134,15 +134,15 @@ def _profiles(trace: Trace, epoch: int, before: str, frames: _Frames) -> Iterato
 def _thread(
     trace: Trace, span: tuple[int, int], frame: Ints, epoch: int, name: str
 ) -> Iterator[bytes]:
-    """The events of one lane, opened and closed in order: what has ended is closed before the next
-    one opens.
+    """Yields the events of one lane, opened and closed in order: ended frames are closed before the
+    next one opens.
     """
     tree = build_forest(trace)
     low, high = span
     indices = np.arange(high - low)
     start, end = tree.start_ns[low:high] - epoch, tree.end_ns[low:high] - epoch
     stop = np.minimum(tree.stop[low:high], high) - low
-    closing = np.lexsort((-indices, stop))  # the innermost first of those that end together
+    closing = np.lexsort((-indices, stop))  # of events that end together, the innermost first
     turn_open = indices + np.searchsorted(stop[closing], indices, side="right")
     turn_close = np.arange(indices.size) + stop[closing]
     total = 2 * indices.size

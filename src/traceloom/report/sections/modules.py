@@ -194,9 +194,8 @@ MAX_FRAMES = 1000  # of the tree in the document; exports hold all
 MAX_RANK_FUNCTIONS = 75  # of one rank
 MAX_ROWS = 600  # of all ranks together, but
 MIN_RANK_FUNCTIONS = 10  # of each
-_MIN_FRAME_SHARE = (
-    0.001  # share of the whole that a frame of the tree must have, in host time or in GPU time
-)
+# Share of the whole that a frame of the tree must have, in host time or in GPU time.
+_MIN_FRAME_SHARE = 0.001
 _MAX_NAME_WIDTH = 60
 _WORK_KINDS = ("op", "launch", "module")  # what threads that take part in the program's work record
 _SAME_TIME_SHARE = 0.98  # of a frame's time (host and GPU) that its only child of note has

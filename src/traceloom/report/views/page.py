@@ -43,9 +43,8 @@ if TYPE_CHECKING:
 
 MAX_DETAILED_RANKS = 8  # up to here every rank is shown
 MAX_DETAILED_EVENTS = 1_000_000  # of all ranks together
-_SLOW_STEP_RATIO = (
-    1.1  # of the median step: from here on the slowest step is shown, below it the median one
-)
+# Of the median step: from here on the slowest step is shown, below it the median one.
+_SLOW_STEP_RATIO = 1.1
 
 
 @dataclass(frozen=True, slots=True)

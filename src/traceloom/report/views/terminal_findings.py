@@ -193,9 +193,8 @@ def _describe_host_frames(row: FindingRow, max_width: int) -> Iterator[str]:
     descriptions = []
     for hot in (HotFrame(**frame) for frame in row["frames"]):
         file = hot.file or ""
-        while (
-            "/" in file and len(f"({file}:{hot.line}),") > max_width
-        ):  # without folders, so that no line breaks inside
+        # Without folders, so that no line breaks inside.
+        while "/" in file and len(f"({file}:{hot.line}),") > max_width:
             file = (
                 f"…/{file.removeprefix('…/').partition('/')[2]}"
                 if file.count("/") > 1
