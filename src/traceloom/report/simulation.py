@@ -1,4 +1,4 @@
-"""`traceloom simulate`, with `--ranks`."""
+"""Results of `traceloom simulate`, also with `--ranks`: documents, page and terminal."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ VERSION = 1
 
 
 def build_simulation(answer: Simulation) -> SimulationDocument:
-    """The document: the answer, how far it can be trusted, and its tables but that of the nodes."""
+    """Builds the document: the answer, how far it can be trusted, and its tables except that of the
+    nodes.
+    """
     device: Any = None if answer.device is None else answer.device.to_dict()
     return {
         "format": SIMULATION_FORMAT,
@@ -78,12 +80,12 @@ def build_simulation(answer: Simulation) -> SimulationDocument:
 
 
 def write_json(answer: Simulation, handle: BinaryIO) -> None:
-    """The document as JSON."""
+    """Writes the document as JSON."""
     handle.write(encode(build_simulation(answer)))
 
 
 def describe_simulation(answer: Simulation) -> str:
-    """The answer in words."""
+    """Describes the answer."""
     scope = "The window" if answer.step is None else f"Step {answer.step}"
     after = units.format_duration(answer.after_ns)
     if answer.before_ns is None:
@@ -163,7 +165,7 @@ _LINK_COLUMNS = (
 
 
 def build_timeline(answer: Simulation) -> BeforeAfterTimeline | None:
-    """The timeline before and after; None where there is none, or nothing takes any time."""
+    """Builds the timeline before and after; None where there is none, or nothing takes any time."""
     if answer.graph is None or answer.recorded is None or not answer.ranks.height:
         return None
     ranks = answer.ranks.select(
@@ -176,10 +178,10 @@ def build_timeline(answer: Simulation) -> BeforeAfterTimeline | None:
 
 
 def render(document: SimulationDocument, answer: Simulation) -> str:
-    """The document as one HTML page that needs nothing but itself.
+    """Renders the document as one self-contained HTML page.
 
     Args:
-        document: What `traceloom.report.simulation.build_simulation` made of the answer.
+        document: The result of `traceloom.report.simulation.build_simulation` for the answer.
         answer: The answer, whose timelines and loads are drawn.
     """
     name, view = document["name"], build_timeline(answer)
@@ -314,14 +316,16 @@ def _render_sections(
 
 
 def _load_map(answer: Simulation) -> str:
-    """How much of each of the busiest links is used over time."""
+    """Draws the utilization of the busiest links over time."""
     if not answer.load.height or not answer.after_ns:
         return ""
     busiest = answer.links.sort("busy_ns", "link", descending=[True, False]).head(_LINKS)
     edges = np.linspace(0, answer.after_ns, _BINS + 1)
     cells: dict[tuple[str, str], float] = {}
     labels: dict[tuple[str, str], str] = {}
-    digits = max(0, math.ceil(-math.log10(edges[1] / 1e6)))  # so that no two bins are named alike
+    digits = max(
+        0, math.ceil(-math.log10(edges[1] / 1e6))
+    )  # so that no two bins have the same name
     columns = [f"{edge / 1e6:.{digits}f}" for edge in edges[:-1]]
     for link, name in busiest.select("link", "name").iter_rows():
         link_load = answer.load.filter(link=link).sort("time_ns")
@@ -381,7 +385,7 @@ _TIME_HEADINGS: dict[_RankTimeKey, str] = {
 
 
 class _Listing(NamedTuple):
-    """A table: titles of its columns, and of each row what it is of and its cells."""
+    """A table: titles of its columns, and label and cells of each row."""
 
     title: str
     hint: str
@@ -390,7 +394,7 @@ class _Listing(NamedTuple):
 
 
 def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal."""
+    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     if document["identity"]:
@@ -421,7 +425,7 @@ def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text
 
 
 def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
-    """What the ranks do with their time: those that end last, and first."""
+    """Yields the time of the ranks by activity: of those that end last, and first."""
     ranks = document["ranks"]
     ranks_by_end = sorted(ranks, key=lambda row: (-(row["end_ns"] or 0), row["rank"]))
     visible = (
@@ -449,7 +453,7 @@ def _render_ranks(document: SimulationDocument, width: int) -> Iterator[Text]:
 
 
 def _build_listings(document: SimulationDocument) -> Iterator[_Listing]:
-    """The path, what is new on it, the links that were busy for longest, and the rules for the
+    """Yields the path, new items on it, the links that were busy for longest, and the rules for the
     other device.
     """
     path: list[tuple[str, list[Cell]]] = [
@@ -503,7 +507,7 @@ _MAX_SCALED_ROWS = 12
 
 
 def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
-    """The document: the answer, how far it can be trusted, and its tables.
+    """Builds the document: the answer, how far it can be trusted, and its tables.
 
     Args:
         answer: The scaled job.
@@ -545,7 +549,7 @@ def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
 
 
 def render_scaled(document: ScaledDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal."""
+    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["identity"], width)

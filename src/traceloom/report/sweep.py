@@ -1,4 +1,4 @@
-"""`simulate --sweep`."""
+"""Results of `traceloom simulate --sweep`: document, page and terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAX_ROWS = 20
 
 
 def build(table: SweepTable, name: str) -> SweepDocument:
-    """The document: every point, and what the time depends on.
+    """Builds the document: every point, and the sensitivity of the time to each parameter.
 
     Args:
         table: The answers.
@@ -50,7 +50,7 @@ def build(table: SweepTable, name: str) -> SweepDocument:
 
 
 def select_answered_points(points: Iterable[SweepPointRow]) -> list[AnsweredPointRow]:
-    """The points that have a time, in their order."""
+    """Returns the points that have a time, in their order."""
 
     def has_time(point: SweepPointRow) -> TypeGuard[AnsweredPointRow]:
         return point["time_ns"] is not None
@@ -59,14 +59,16 @@ def select_answered_points(points: Iterable[SweepPointRow]) -> list[AnsweredPoin
 
 
 def get_parameter(point: Cells, key: str) -> SweptValue:
-    """The value of a parameter at a point: its key is the user's, and in no type."""
+    """Returns the value of a parameter at a point: its key is chosen by the user, so no type
+    declares it.
+    """
     value: SweptValue = point[key]
     return value
 
 
 def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal: the points that nobody beats, the quickest of the others, what the
-    time depends on.
+    """Yields the lines on a terminal: the Pareto-optimal points, the fastest of the others, the
+    sensitivities.
     """
     keys = document["keys"]
     answered = select_answered_points(document["points"])
@@ -140,12 +142,12 @@ def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
 
 
 def format_parameter(value: SweptValue) -> str:
-    """The value of a parameter, in few digits."""
+    """Formats the value of a parameter, in few digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 1000, 300, 84, 230, 14, 40
-_MAX_CURVES = 10  # of one picture, the quickest first; more cannot be told apart
+_MAX_CURVES = 10  # of one figure, the fastest first; more cannot be distinguished
 _COLOURS = (
     "accent",
     "c-communication",
@@ -161,10 +163,10 @@ _COLOURS = (
 
 
 def render(document: SweepDocument) -> str:
-    """The document as one HTML page that needs nothing but itself.
+    """Renders the document as one self-contained HTML page.
 
     Args:
-        document: What `traceloom.report.sweep.build` made.
+        document: The result of `traceloom.report.sweep.build`.
     """
     answered = sorted(select_answered_points(document["points"]), key=lambda row: row["time_ns"])
     best, worst = answered[0], answered[-1]
@@ -263,17 +265,17 @@ def _is_numeric(rows: Sequence[Cells], key: str) -> bool:
 
 
 def _draw_curves(rows: Sequence[AnsweredPointRow], key: str, other_keys: Sequence[str]) -> str:
-    """The picture of the time over one parameter; empty where it is no number, or has one value."""
+    """Draws the time over one parameter; empty where it is not a number, or has one value."""
 
     def at(point: Cells) -> float:
-        value: float = point[key]  # which is a number at every point, else nothing is drawn
+        value: float = point[key]  # a number at every point, otherwise nothing is drawn
         return value
 
     values = sorted(set(map(at, rows))) if _is_numeric(rows, key) else []
     if len(values) < 2:
         return ""
     curves: dict[tuple[SweptValue, ...], list[AnsweredPointRow]] = {}
-    for row in rows:  # the quickest first, and so the quickest curves
+    for row in rows:  # the fastest first, and so the fastest curves
         curves.setdefault(tuple(get_parameter(row, other) for other in other_keys), []).append(row)
     visible = list(curves.items())[:_MAX_CURVES]
     highest: float = max(row["p90_ns"] or row["time_ns"] for _, points in visible for row in points)

@@ -1,4 +1,6 @@
-"""`diff --fail-if`, `baseline compare`: the verdict."""
+"""The verdict of `traceloom diff --fail-if` and `traceloom baseline compare`: document, page and
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,17 @@ def build(
     comparison: ComparisonDocument | None = None,
     effect: float | None = None,
 ) -> VerdictDocument:
-    """The verdict as one JSON object. Keys: docs/how-to/gate.md.
+    """Builds the verdict as one JSON object. Keys: docs/how-to/gate.md.
 
     Args:
         verdict: The verdict.
         base: Name of the base, and its runs.
         new: The same of the new side.
         strict: Whether `inconclusive` fails the check.
-        comparison: Of `traceloom.report.comparison.build`, where both sides' traces are at hand.
-        effect: A change, as a fraction of the base: how many runs would show it is told, too.
+        comparison: The result of `traceloom.report.comparison.build`, where the traces of both
+            sides are available.
+        effect: A change, as a fraction of the base: the number of runs that would show it is
+            included.
     """
     return {
         "format": FORMAT,
@@ -95,7 +99,7 @@ _MINUS = "-"
 
 
 def build_tables(document: VerdictDocument) -> Iterator[Table]:
-    """Checks, conditions that differ, causes; then the comparison, where there is one."""
+    """Yields the checks, differing conditions, causes; then the comparison, where there is one."""
     rows = []
     for row in document["checks"]:
         measure = row["measure"]
@@ -161,12 +165,12 @@ def build_tables(document: VerdictDocument) -> Iterator[Table]:
 
 
 def describe_verdict(document: VerdictDocument) -> str:
-    """The verdict in one line."""
+    """Describes the verdict in one line."""
     return f"{document['sentence']}."
 
 
 def list_reasons(document: VerdictDocument) -> list[str]:
-    """What is to know about the checks: why they are inconclusive, and what their samples are."""
+    """Returns notes on the checks: why they are inconclusive, and what their samples are."""
     checks = document["checks"]
     out = [f"{row['condition']}: {row['reason']}." for row in checks if row["reason"]]
     if any(row["sample"] == OVER_PAIRS for row in checks):
@@ -185,7 +189,7 @@ def list_reasons(document: VerdictDocument) -> list[str]:
         out.append(
             "step_time is of recorded steps: no wall times of at least 5 undisturbed steps were kept."
         )
-    for row in document["power"]:  # how many runs show a change of a size
+    for row in document["power"]:  # the number of runs that show a change of a size
         size = units.format_share(row["effect"], 1)
         out.append(
             f"{row['condition']}: how many runs show a change of {size} is not known: {row['reason']}."
@@ -197,7 +201,7 @@ def list_reasons(document: VerdictDocument) -> list[str]:
 
 
 def format_amount(amount: float | None, measure: str) -> str:
-    """An amount in its unit."""
+    """Formats an amount in its unit."""
     if amount is None:
         return units.UNKNOWN_TEXT
     if measure == "time":
@@ -210,7 +214,7 @@ def format_amount(amount: float | None, measure: str) -> str:
 
 
 def format_change(amount: float | None, row: CheckRow) -> str:
-    """A change with its sign: in per cent, or in the unit of the measure."""
+    """Formats a change with its sign: in percent, or in the unit of the measure."""
     if amount is None:
         return units.UNKNOWN_TEXT
     if row["relative"]:
@@ -220,7 +224,7 @@ def format_change(amount: float | None, row: CheckRow) -> str:
 
 
 def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
-    """The row of a baseline in the list."""
+    """Builds the row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
     step_times = (
@@ -247,7 +251,7 @@ def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
 
 
 def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[Text]:
-    """The list as a table."""
+    """Yields the list as a table."""
     display_rows = [
         {
             **entry,
@@ -269,7 +273,7 @@ def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[
 
 
 def render_verdict_page(document: VerdictDocument) -> str:
-    """The verdict as one HTML page that needs nothing but itself."""
+    """Renders the verdict as one self-contained HTML page."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(
         f'<p class="quiet">{escape_html(line)}</p>' for line in list_reasons(document)
@@ -295,22 +299,22 @@ def render_verdict_page(document: VerdictDocument) -> str:
     )
 
 
-_UNCUT_TABLES = ("verdict-checks", "verdict-conditions", "diff-parts")  # never cut short
+_UNCUT_TABLES = ("verdict-checks", "verdict-conditions", "diff-parts")  # never truncated
 _SKIPPED_TABLES = (
     "diff-kernels",
     "diff-operators",
     "diff-host",
-)  # causes has the largest of them; files have all
+)  # the causes include the largest of them; files have all
 _COLOURS = {"pass": "bold green", "fail": "bold red", "inconclusive": "bold yellow"}
 
 
 def show(document: VerdictDocument, top: int, stream: TextIO) -> None:
-    """Write the verdict to a stream; tables have at most `top` rows."""
+    """Writes the verdict to a stream; tables have at most `top` rows."""
     terminal.print_lines(partial(render, document, top), stream)
 
 
 def render(document: VerdictDocument, top: int, width: int) -> Iterator[Text]:
-    """The lines, none wider than `width`."""
+    """Yields the lines, none wider than `width`."""
     base, new = ((side["name"], len(side["runs"])) for side in (document["base"], document["new"]))
     yield from render_sides(base, new, width)
     yield from render_paragraph(describe_verdict(document), width, _COLOURS[document["verdict"]])
@@ -324,7 +328,7 @@ def render(document: VerdictDocument, top: int, width: int) -> Iterator[Text]:
 
 
 def print_sentence(document: VerdictDocument, stream: TextIO) -> None:
-    """The sentence alone."""
+    """Prints only the sentence."""
     terminal.print_lines(
         lambda width: render_paragraph(
             describe_verdict(document), width, _COLOURS[document["verdict"]]
@@ -340,7 +344,7 @@ _SIGNS = {"pass": "✅", "fail": "❌", "inconclusive": "❔"}
 
 
 def render_verdict_markdown(document: VerdictDocument) -> str:
-    """The document as GitHub-flavoured Markdown, ended by a line end."""
+    """Renders the document as GitHub-flavored Markdown that ends with a newline."""
     base, new = (
         format_code_span(side["name"], cell=False) for side in (document["base"], document["new"])
     )

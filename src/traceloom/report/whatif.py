@@ -1,4 +1,4 @@
-"""`traceloom whatif`."""
+"""Results of `traceloom whatif`: document, page, Markdown and terminal."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _UNTRUSTED_HINT = "The change is smaller than the error of the graph, or the gra
 def build(
     name: str, step: int | None, changes: list[Change], result: WhatIf, law: Law
 ) -> WhatIfDocument:
-    """The document: what was asked, what it would do, how far it can be trusted."""
+    """Builds the document: the changes, their effect, how far it can be trusted."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -105,7 +105,7 @@ def build(
 
 
 def describe_whatif(result: WhatIf, step: int | None) -> str:
-    """What it would do, in words."""
+    """Describes the effect."""
     scope = "the window" if step is None else f"step {step}"
     before, after = units.format_duration(result.before_ns), units.format_duration(result.after_ns)
     if not result.saved_ns:
@@ -123,7 +123,7 @@ def describe_whatif(result: WhatIf, step: int | None) -> str:
 
 
 def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
-    """The lines on a terminal."""
+    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width, "bold")
@@ -165,12 +165,12 @@ def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
 
 
 def describe_trust(document: WhatIfDocument) -> str:
-    """How far the answer can be trusted, in words."""
+    """Describes how far the answer can be trusted."""
     return ("" if document["trusted"] else f"{_UNTRUSTED_HINT} ") + document["law"]["sentence"]
 
 
 def describe_path_part(part: PathPart) -> str:
-    """What a part of the critical path is, in words."""
+    """Describes a part of the critical path."""
     part_type, kind = part["what"], part["kind"]
     if part_type == "before":
         return "before the path begins"
@@ -180,12 +180,12 @@ def describe_path_part(part: PathPart) -> str:
 
 
 _MAX_WHATIF_ROWS = 12
-_MAX_CHANGE_CHARS = 4_000  # characters of a change, which stands whole
+_MAX_CHANGE_CHARS = 4_000  # characters of a change, which is shown whole
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 
 def render_markdown(document: WhatIfDocument) -> str:
-    """The document for a pull request or a note."""
+    """Renders the document for a pull request or a note."""
     lines = [
         f"## What if: {escape_markdown(document['name'])}",
         "",
@@ -226,7 +226,7 @@ def render_markdown(document: WhatIfDocument) -> str:
 
 
 def picture(sweep: Sweep) -> str:
-    """The times of a sweep over its factors, as SVG.
+    """Draws the times of a sweep over its factors, as SVG.
 
     Example:
         >>> Path("network.svg").write_text(picture(sweep(graph, "network * {}", [1, 2, 4])))  # doctest: +SKIP
@@ -274,11 +274,11 @@ _ABOUT_PATH = "What decides how long it takes; each column adds up to the whole.
 def render_before_after_page(
     document: WhatIfDocument, view: BeforeAfterTimeline | None = None
 ) -> str:
-    """The document as one HTML page that needs nothing but itself.
+    """Renders the document as one self-contained HTML page.
 
     Args:
-        document: What `traceloom.report.whatif.build` made of a what-if.
-        view: The timeline before and after; a page without one says so.
+        document: The result of `traceloom.report.whatif.build`.
+        view: The timeline before and after; without one the page states that.
     """
     name = document["name"]
     before, after, saved = document["before_ns"], document["after_ns"], document["saved_ns"]

@@ -1,4 +1,4 @@
-"""`traceloom show`: what a graph or a set of Chakra files is made of."""
+"""Summarizes a graph or a set of Chakra files, or one of its nodes (`traceloom show`)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _MAX_VALUES = 12
 
 
 def read_attributes(path: Path, identity: int) -> list[tuple[str, str]]:
-    """Every attribute and tensor list of the node with an id: (name, value as text); empty if there
-    is no such node.
+    """Returns every attribute and tensor list of the node with an id: (name, value as text); empty
+    if there is no such node.
     """
     node = _find(path, identity)
     if node is None:
@@ -60,7 +60,7 @@ def read_attributes(path: Path, identity: int) -> list[tuple[str, str]]:
 
 
 def _find(path: Path, identity: int) -> Node | None:
-    """The node, decoded; of the others only the ids are read."""
+    """Returns the decoded node; of the others only the ids are read."""
     with EtReader(path) as reader:
         decoder = Decoder(["is_cpu_op"], str(path))
         try:
@@ -70,7 +70,7 @@ def _find(path: Path, identity: int) -> Node | None:
                     row = int(matches[0])
                     return Node.FromString(block.data[block.starts[row] : block.stops[row]])
         except InputError:
-            return None  # the file is damaged there, which the summary says
+            return None  # the file is damaged there, which the summary reports
     return None
 
 
@@ -106,19 +106,19 @@ COMMUNICATION = ("collective", "send", "receive")
 
 @dataclass(frozen=True)
 class NodeNetwork:
-    """Nodes and what they wait for.
+    """Nodes and their dependencies.
 
     Attributes:
-        name: What the user gave.
+        name: The name that the user gave.
         form: `graph` or `chakra`.
-        nodes: `id` (as the user knows it: in the file, or row of the graph), `rank`, `kind`, `name`, `time_ns`,
-            `start_ns` (null where the file has no times), `bytes` (of communication and copies);
-            rows are nodes.
+        nodes: `id` (as the user knows it: in the file, or row of the graph), `rank`, `kind`,
+            `name`, `time_ns`, `start_ns` (null where the file has no times), `bytes` (of
+            communication and copies); rows are nodes.
         edges: `source`, `target` (rows), `kind`, `evidence` (null in Chakra files).
         communication: `node` (row), `what` (all_reduce, ...), `group`.
         dangling: Dependencies on nodes that do not exist.
-        facts: More to say in the head, in words.
-        notices: What is wrong with the files.
+        facts: Further sentences for the head.
+        notices: Problems of the files.
         details: Files to read one node's attributes from, by rank.
     """
 
@@ -134,7 +134,7 @@ class NodeNetwork:
 
 
 def convert_graph(graph: Graph) -> NodeNetwork:
-    """A graph as it is: all kinds of nodes and edges."""
+    """Converts a graph with all kinds of nodes and edges."""
     nodes = graph.nodes.select(
         pl.col("node").cast(pl.Int64).alias("id"),
         pl.col("rank").cast(pl.Int64),
@@ -165,7 +165,7 @@ def convert_graph(graph: Graph) -> NodeNetwork:
 
 
 def convert_workload(workload: Workload) -> NodeNetwork:
-    """Chakra files of all ranks; times are whole microseconds, as files have them."""
+    """Converts Chakra files of all ranks; times are whole microseconds, as in the files."""
     first = np.cumsum([0, *(len(table) for table in workload.tables)])
     nodes, edges, dangling = [], [], 0
     for offset, rank, table in zip(first.tolist(), workload.ranks, workload.tables, strict=False):
@@ -237,7 +237,7 @@ def _build_nodes(table: NodeFrame, rank: int | None) -> pl.DataFrame:
 
 
 def find_rows(network: NodeNetwork, identity: int, rank: int | None) -> list[int]:
-    """Rows of the nodes with an id, on one rank or on all."""
+    """Returns rows of the nodes with an id, on one rank or on all."""
     condition = pl.col("id") == identity
     if rank is not None:
         condition &= pl.col("rank") == rank
@@ -250,7 +250,7 @@ _KNOWN_BYTES = pl.when(pl.col("bytes").count() > 0).then(pl.col("bytes").sum()).
 
 
 def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
-    """What `traceloom show --json` prints.
+    """Builds the document that `traceloom show --json` prints.
 
     Times are sums over nodes, ns; `window_ns` is from the first start to the last end, null where
     there are no times.
@@ -339,7 +339,7 @@ def _summarise_ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
             .filter(pl.col("kind").is_in(["compute", "kernel"]))
             .sum()
             .alias("compute_ns"),
-            # who sends nothing sends 0; of messages whose sizes no file tells it is unknown
+            # a rank that sends nothing sends 0; for messages without sizes it is unknown
             pl.when((sent.count() > 0) | (sent.len() == 0)).then(sent.sum()).alias("sent_bytes"),
             pl.col("start_ns").min(),
             (pl.col("start_ns") + pl.col("time_ns")).max().alias("end_ns"),
@@ -349,7 +349,9 @@ def _summarise_ranks(network: NodeNetwork) -> list[WorkloadRankRow]:
 
 
 def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
-    """One node, what it waits for, what waits for it, and what else its file says of it."""
+    """Builds the document of one node, its predecessors, its successors, and further attributes
+    from its file.
+    """
     node: ShownNodeValue = to_rows(network.nodes[[row]])[0]
     for communication in to_rows(
         network.communication.filter(pl.col("node") == row).select("what", "group").head(1)
@@ -371,7 +373,7 @@ def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
 def _list_neighbours(
     network: NodeNetwork, row: int, own_column: str, other: str
 ) -> list[NeighbourRow]:
-    """The nodes at the other end of the edges of a node."""
+    """Returns the nodes at the other end of the edges of a node."""
     edges = network.edges.filter(pl.col(own_column) == row)
     nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
     return to_rows(nodes.sort("rank", "id"))
@@ -381,7 +383,7 @@ _MAX_ROWS = 40  # of a table
 
 
 def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
-    """The lines of a summary."""
+    """Yields the lines of a summary."""
     ranks = len(summary["ranks"])
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",
@@ -415,7 +417,7 @@ def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
 
 
 def _build_tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
-    """Nodes by kind and by name, communication, dependencies, ranks."""
+    """Yields nodes by kind and by name, communication, dependencies, ranks."""
     base_columns = [
         Col("count", "Count", "count"),
         Col("time_ns", "Time", "time"),
@@ -468,7 +470,7 @@ def _build_tables(summary: WorkloadSummaryDocument) -> Iterator[Table]:
 
 
 def render_node(document: NodeDocument, width: int) -> Iterator[Text]:
-    """One node: its facts, its attributes, and its neighbours."""
+    """Yields one node: its facts, its attributes, and its neighbours."""
     node = document["node"]
     yield Text.assemble(
         (fit_name(node["name"] or "(no name)", width - 24), "bold"),

@@ -1,6 +1,6 @@
-"""The drawing of `traceloom show`.
+"""Draws the page of `traceloom show`.
 
-Columns of boxes go from left to right as things follow each other, with few crossings between them.
+Columns of boxes go from left to right in order of dependency, with few crossings between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_BOXES = 48
 MAX_NEIGHBOURS = 160
-_DIGITS = r"\d+"  # numbers in names tell repetitions apart, which are drawn as one
+_DIGITS = r"\d+"  # numbers in names distinguish repetitions, which are drawn as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,12 @@ class Box:
     Attributes:
         title: Its name.
         kind: Kind of its nodes.
-        note: What else is known, in words.
-        count: Nodes in it.
+        note: Further facts as text.
+        count: Number of its nodes.
         time_ns: Their time.
         bytes: Their bytes; None where none are known.
-        place: Where it stands in the order, 0 to 1: the mean of its nodes.
-        chosen: Whether it is what was asked for.
+        place: Its position in the order, 0 to 1: the mean of its nodes.
+        chosen: Whether it is the requested node.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Boxes and links; `left_out` says what is not shown, in words; empty where everything is."""
+    """Boxes and links; `left_out` describes what is not shown, and is empty where everything is."""
 
     title: str
     boxes: tuple[Box, ...]
@@ -76,9 +76,9 @@ class Picture:
 
 
 def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
-    """All nodes, those of one kind and name as one box.
+    """Returns all nodes, those of one kind and name as one box.
 
-    Numbers in names are ignored where that is needed to get few boxes; what has least time shares a
+    Numbers in names are ignored where needed to get few boxes; the nodes with least time share a
     box per kind.
     """
     nodes = network.nodes.select(
@@ -166,8 +166,8 @@ def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
 def build_neighbourhood(
     network: NodeNetwork, row: int, depth: int, max_nodes: int = MAX_NEIGHBOURS
 ) -> Picture:
-    """One node with everything up to `depth` dependencies away, on both sides; the nearest where
-    that is too much.
+    """Returns one node with everything up to `depth` dependencies away, in both directions; the
+    nearest where that is too much.
     """
     source, target = network.edges["source"].to_numpy(), network.edges["target"].to_numpy()
     distance = {row: 0}
@@ -244,11 +244,11 @@ _LAYOUT_SWEEPS = 6
 
 
 def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        picture: What is drawn.
-        summary: Of the whole workload, for the head.
+        picture: The boxes and links to draw.
+        summary: Summary of the whole workload, for the head.
     """
     style = "\n".join(
         [
@@ -278,7 +278,7 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
     max_count = max((link.count for link in visible.links), default=1)
     lines = ""
     for link in reversed(visible.links):
-        # From the right side of a box to the left side of the next; backwards lines go round.
+        # From the right side of a box to the left side of the next; backward lines go round.
         if link.source == link.target:
             continue
         from_x, from_y = layout.x[link.source] + WIDTH, layout.y[link.source] + HEIGHT // 2
@@ -321,7 +321,7 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
     )
     return page.encode("utf-8", "replace").decode(
         "utf-8"
-    )  # names from files may hold halves of surrogate pairs
+    )  # names from files may contain halves of surrogate pairs
 
 
 def _read_asset(name: str) -> str:
@@ -370,7 +370,7 @@ def _render_row(number: int, box: Box) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Left upper corner of every box, and the size of the whole."""
+    """The top left corner of every box, and the size of the whole."""
 
     x: tuple[int, ...]
     y: tuple[int, ...]
@@ -379,8 +379,8 @@ class Layout:
 
 
 def arrange(picture: Picture) -> Layout:
-    """Give every box its position; the same picture always looks the same."""
-    # A box stands one column right of the box that it depends on most, among those before it in the
+    """Positions every box; the same picture always looks the same."""
+    # A box is one column right of the box that it depends on most, among those before it in the
     # order
     order = sorted(range(len(picture.boxes)), key=lambda box: (picture.boxes[box].place, box))
     rank = {box: number for number, box in enumerate(order)}

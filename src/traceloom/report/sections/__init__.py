@@ -1,6 +1,6 @@
-"""The sections of a report, one module per question; see `section.py` for what one is.
+"""The sections of a report, one module per question; see `section.py`.
 
-A section beyond the core is loaded when it is asked for: a report of the core alone loads none of
+A section beyond the core is loaded when it is requested: a report of the core alone loads none of
 them.
 """
 
@@ -109,22 +109,22 @@ GROUPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Data", ("data",)),
 )
 """The views of the page, in its order: title, keys of sections and of the page's own parts
-(`findings`, `timeline`,
-`data`, `runs`). The first one is the answer."""
+(`findings`, `timeline`, `data`, `runs`). The first one is the answer.
+"""
 
 CORE = "core"
 FINDINGS = "findings"
 SECTION_NAMES = (CORE, FINDINGS, *CORE_KEYS, *EXTRA_KEYS)
-"""What `--only` can name: parts of a report and sections."""
+"""The parts of a report and sections that `--only` accepts."""
 
 NOT_REQUESTED_REASON = "not asked for (--only)"
 FAILED_REASON = "could not be worked out"
-"""What the reason of a section begins with that failed."""
+"""Prefix of the reason of a failed section."""
 
 
 @cache
 def load_section(key: str) -> Section[Any, Any]:
-    """The section of a key."""
+    """Returns the section of a key."""
     module, _, name = _SECTIONS[key].partition(":")
     loaded: Section[Any, Any] = getattr(importlib.import_module(module), name)
     return loaded
@@ -167,22 +167,22 @@ _SECTIONS = {
     "anti_patterns": "traceloom.report.sections.patterns:ANTI_PATTERNS_SECTION",
     "inference": "traceloom.report.sections.inference:SECTION",
 }
-"""Module and name of each section; none is loaded before it is asked for."""
+"""Module and name of each section; none is loaded before it is requested."""
 
 
 def load_core_sections() -> tuple[Section[Any, Any], ...]:
-    """The sections of the core."""
+    """Returns the sections of the core."""
     return tuple(load_section(key) for key in CORE_KEYS)
 
 
 def load_extra_sections() -> tuple[Section[Any, Any], ...]:
-    """All sections beyond the core."""
+    """Returns all sections beyond the core."""
     return tuple(load_section(key) for key in EXTRA_KEYS)
 
 
 def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]:
-    """The sections beyond the core that `--only` asks for; all where it is None, none for `core`
-    alone.
+    """Returns the sections beyond the core that `--only` selects; all where it is None, none for
+    `core` alone.
 
     Raises:
         UsageError: slug `no-such-section`.
@@ -199,7 +199,7 @@ def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]
 
 
 def summarise_core_sections(document: ReportDocument) -> list[tuple[str, str]]:
-    """Title and sentence of the sections of the core that have something to say."""
+    """Returns title and sentence of the sections of the core that have a summary."""
     sentences = (
         (section.title, section.summary(section.value(document)))
         for section in load_core_sections()
@@ -208,7 +208,7 @@ def summarise_core_sections(document: ReportDocument) -> list[tuple[str, str]]:
 
 
 def select_visible_sections(document: ReportDocument) -> tuple[Section[Any, Any], ...]:
-    """The sections beyond the core that a document was asked for, and that did not fail."""
+    """Returns the sections beyond the core that a document includes, and that did not fail."""
     left_out = {
         entry["path"]
         for entry in document.get("absent") or []
@@ -218,5 +218,5 @@ def select_visible_sections(document: ReportDocument) -> tuple[Section[Any, Any]
 
 
 def collect_reasons(sections: Iterable[Section[Any, Any]]) -> dict[str, str]:
-    """Why values of the sections can be unknown."""
+    """Returns why values of the sections can be unknown."""
     return {path: reason for section in sections for path, reason in section.reasons.items()}

@@ -1,4 +1,4 @@
-"""Collectives, groups, traffic matrix."""
+"""Sections about communication: collectives, process groups, traffic between ranks."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
         calls = merge_rank_calls(measurements.results)
         if measurements.options.link_peak is not None:
             calls = set_peak(calls, measurements.options.link_peak)
-        # One row per place, kind, back end, group size and message size, over all ranks.
+        # One row per place, kind, backend, group size and message size, over all ranks.
         duration = pl.col("duration_ns")
         members = pl.col("members").cast(pl.List(pl.String)).list.join(",")
         sums = calls.group_by(_KEYS, maintain_order=True).agg(
@@ -173,7 +173,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             pl.col("link").drop_nulls().first(),
             pl.col("link_fraction").median(),
         )
-        # mean, least and most are of the time of one rank in one whole step
+        # mean, min and max refer to the time of one rank in one whole step
         complete_steps = pl.concat(
             [
                 part.steps.filter("complete").select("step", rank=pl.lit(part.rank, pl.Int32))
@@ -282,7 +282,7 @@ class CommunicationSection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> CommunicationValue:
-        """Collectives by kind, group, type and place, and what they cost every rank."""
+        """Returns collectives by kind, group, type and place, and their cost for every rank."""
         optional = pl.col("bytes", "exposed_ns")
         collectives = (
             pl.concat([rank.communication.collectives for rank in measurements.results])
@@ -311,7 +311,7 @@ class CommunicationSection(CoreSection):
         }
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """On devices, where there are any, before the calls of the host."""
+        """Yields the tables of devices, if any, before the calls of the host."""
         collectives = (document.get("communication") or {}).get("collectives") or []
         rows = sorted(collectives, key=lambda row: row["where"] != "device")
         on_device = [row for row in rows if row["where"] == "device"]
@@ -337,7 +337,7 @@ class CommunicationSection(CoreSection):
             ),
         ]
         if rows:
-            # The host's calls of what runs on a device only say how long it took to launch.
+            # The host's calls of device work only show how long the launch took.
             note = format_sum(
                 on_device or rows, "total_ns", "on devices" if on_device else "on the host"
             )
@@ -437,7 +437,7 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
 
 GROUPS_SECTION = GroupsSection()
 
-_MAX_CELLS = 4096  # cells; of larger jobs those with most bytes
+_MAX_CELLS = 4096  # cells; larger jobs keep those with most bytes
 
 
 class RankMatrixSection(RanksSection["RankMatrixValue"]):

@@ -1,4 +1,4 @@
-"""torch.compile: what runs compiled, where graphs break, what is compiled again, and what it costs."""
+"""The section about torch.compile: compiled code, graph breaks, recompilations, and their cost."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class CompileSection(Section[Frames, "CompileValue"]):
     }
 
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
-        """Frames by part; empty ones where nothing is compiled."""
+        """Returns frames by part; empty ones where nothing is compiled."""
         compiled = analyze.compiled(trace)
         if not compiled.seen:
             return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}

@@ -1,4 +1,4 @@
-"""Copies; hardware counters."""
+"""Sections about copies and hardware counters."""
 
 from __future__ import annotations
 

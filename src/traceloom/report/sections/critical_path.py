@@ -1,6 +1,4 @@
-"""The critical path of a step: what decides how long it takes, and what is nearly critical beside
-it.
-"""
+"""The section about the critical path of a step, and about nearly critical work."""
 
 from __future__ import annotations
 
@@ -116,13 +114,13 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
     def build(
         self, measurements: Measurements[None], unknowns: UnknownValues
     ) -> CriticalPathValue | None:
-        """The path of the usual one of the chosen steps, found in the whole session: what came
-        before may still run.
+        """Returns the path of the typical step among the chosen ones, found in the whole session:
+        earlier work may still run.
         """
         step = find_median_step(measurements.part.traces)
         session = measurements.session if step is not None else measurements.part
-        # about how many events have to be linked: those of the step and of what it may need before
-        # it, of all ranks
+        # approximate number of events to link: those of the step and of the work that it may need
+        # before, of all ranks
         events = 0
         for trace in session.traces:
             share = 1.0
@@ -181,7 +179,7 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             key=lambda row: -row["duration_ns"],
         )
         classes = [{**row, "meaning": CLASSES.get(row["class"])} for row in path_classes]
-        # the two errors of the graph that the path was found in
+        # the two errors of the graph that contains the path
         law = value["law"]
         exact = (
             "exactly"
@@ -265,8 +263,9 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
         return str(value["sentence"][0].lower() + value["sentence"][1:].rstrip("."))
 
     def picture(self, value: CriticalPathValue) -> str:
-        """The time by class as one bar, and the way to the line in the timeline."""
-        from traceloom.report.figure import (  # the page draws sections: it is not there yet
+        """Returns the time by class as one bar, and the link to the path in the timeline."""
+        # Imported late: the module of the page imports the sections.
+        from traceloom.report.figure import (
             draw_stacked_bar,
             render_legend,
         )

@@ -1,4 +1,4 @@
-"""GPU time, idle causes, longest gaps."""
+"""Sections about GPU time, idle causes and the longest gaps."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ that blocks, a Python frame; unobserved where nothing is recorded). Each of the 
 
 
 class BreakdownSection(CoreSection):
-    """Where the time of every rank went: of its GPUs, and of its main thread by phase and by
-    activity.
-    """
+    """GPU time of every rank, and time of its main thread by phase and by activity."""
 
     key, title = "breakdown", "Breakdown"
     shows_only = True
@@ -78,7 +76,9 @@ class BreakdownSection(CoreSection):
     in_markdown = True
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The GPUs of every rank; the main threads, first by phase, then by activity."""
+        """Yields the GPUs of every rank; then the main threads, first by phase, then by
+        activity.
+        """
         names = {id(rank): format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])}
         models = {
             device["name"]
@@ -136,7 +136,7 @@ class BreakdownSection(CoreSection):
             yield _build_main_thread_table(document, accounts, ACTIVITIES, "activity")
 
     def definition(self, document: ReportDocument) -> str:
-        """How the times are counted."""
+        """Describes how the times are counted."""
         return (
             _DEFINITIONS["device"] + _DEFINITIONS["host"]
             if list_gpu_accounts(document)
@@ -147,14 +147,14 @@ class BreakdownSection(CoreSection):
 def compute_shares(
     parts: tuple[TimeKind, ...], times: Cells, total_ns: int
 ) -> dict[str, float | None]:
-    """The parts as fractions of a window, by colour group; null where it has no length."""
+    """Returns the parts as fractions of a window, by colour group; null where it has no length."""
     return {
         part.group: (times.get(part.key) or 0) / total_ns if total_ns else None for part in parts
     }
 
 
 def build_share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
-    """The columns of these shares."""
+    """Returns the columns of these shares."""
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
 
 
@@ -164,8 +164,8 @@ def _build_main_thread_table(
     parts: tuple[TimeKind, ...],
     key: Literal["phase", "activity"],
 ) -> Table:
-    """The main thread of every rank by phase or by activity; kinds of which there is nothing have
-    no column.
+    """Returns the main thread of every rank by phase or by activity; kinds without time have no
+    column.
     """
     rows: list[Cells] = []
     for name, account in accounts:
@@ -203,7 +203,7 @@ _UNKNOWN_REASONS = {"gaps": "the edges of the recording are no gaps"}
 
 
 class IdleSection(CoreSection):
-    """Why the devices of each rank had nothing to do."""
+    """Causes of idle time of the devices of each rank."""
 
     key, title = "idle", "Idle time"
     shows_only = True
@@ -212,7 +212,7 @@ class IdleSection(CoreSection):
     nothing = "Never idle."
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The causes over all devices, and of several ranks those of each."""
+        """Yields the causes over all devices, and, for several ranks, those of each."""
         names = {
             id(rank): (format_rank_name(rank, k), k) for k, rank in enumerate(document["ranks"])
         }
@@ -297,7 +297,7 @@ IDLE_SECTION = IdleSection()
 
 _MAX_RANK_GAPS = 50  # gaps of a rank
 _MAX_GAPS = 1000  # gaps of all ranks
-_MAX_FRAMES = 8  # innermost frames of a stack that are kept
+_MAX_FRAMES = 8  # innermost frames kept of a stack
 _MAX_NAME_WIDTH = 48
 _NO_LAUNCH_REASON = "the launch happened before the recording, or was lost"
 _NOT_HOST_REASON = "the cause is not the host's, or nothing is recorded of what it did"
@@ -319,7 +319,7 @@ _GAPS_SCHEMA = ListSchema(
 
 
 def _explain_gap(row: IdleGapsRow) -> str | None:
-    """What explains a gap, in words."""
+    """Describes the explanation of a gap."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
     stack = (
         " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]])

@@ -1,4 +1,4 @@
-"""Host threads, blocking calls, data loading."""
+"""Sections about host threads, blocking calls and data loading."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class HostSection(CoreSection):
-    """What each host thread did, by innermost activity."""
+    """Time of each host thread by innermost activity."""
 
     key, title = "host", "Host threads"
     shows_only = True
@@ -56,7 +56,7 @@ class HostSection(CoreSection):
     path = "ranks[*].host.threads"
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The host threads of each rank."""
+        """Yields the host threads of each rank."""
         for position, rank in enumerate(document["ranks"]):
             host = rank["host"]
             times: Counter[tuple[int, str]] = Counter()  # by lane and activity
@@ -98,7 +98,7 @@ _SUM_SCHEMA = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if nam
 
 
 class ThreadsSection(Section[Frames, "ThreadsValue"]):
-    """Host threads by what they do."""
+    """Host threads by activity."""
 
     key, title = "threads", "Threads"
     note = "What each host thread is for, and how many work at the same time."
@@ -139,7 +139,7 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         rows = []
         for row in value["threads"]:
             role = ROLES.get(row["role"] or "", str(row["role"]))
-            # where it only runs some Python, with the name that says so
+            # where it only runs some Python, with the name for that
             rows.append(
                 {
                     **row,
@@ -191,7 +191,7 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         )
 
     def picture(self, value: ThreadsValue) -> str:
-        """The number of active threads over time, of the first rank."""
+        """Returns the number of active threads over time, of the first rank."""
         curve = value["curve"]
         if len(curve) < 2:
             return ""
@@ -219,8 +219,8 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
 THREADS_SECTION = ThreadsSection()
 
 MAX_RANK_SITES = 100  # of one rank
-MAX_ROWS = 800  # of all ranks together, but
-MIN_RANK_SITES = 10  # of each
+MAX_ROWS = 800  # max for all ranks together, unless `MIN_RANK_SITES` requires more
+MIN_RANK_SITES = 10  # min for each rank
 _MAX_NAME_WIDTH = 60
 _KIND_LABELS = {
     "item": "reads of a value (.item())",
@@ -242,7 +242,7 @@ _NO_FRAME_REASON = "no Python frame of the program is recorded around the call"
 
 
 class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
-    """Calls in which the host waits. Measured are its lists, and the time in all calls."""
+    """Calls in which the host waits. Its measurement holds the lists, and the time in all calls."""
 
     key, title = "blocking_calls", "Blocking calls"
     note = "Where the host stops and waits, and whether the GPU has work meanwhile."
@@ -339,7 +339,7 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
 
 
 def describe_call_site(row: BlockingCallsSitesRow) -> str:
-    """The line (its file without folders), the outermost operator, the call: `train.py(12): step:
+    """Returns line (file without folders), outermost operator and call: `train.py(12): step:
     aten::item, ...`.
     """
     operator = str(row["op"]).split(" > ", 1)[0] if row["op"] else None
@@ -373,7 +373,7 @@ class DataLoadingSection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> DataLoadingValue | None:
-        """Waits for the data loader; null where no rank has a loader."""
+        """Returns waits for the data loader; null where no rank has a loader."""
         has_loader = [rank.data_loading.waits.height > 0 for rank in measurements.results]
         if not any(has_loader):
             unknowns.say("data_loading")
@@ -395,7 +395,7 @@ class DataLoadingSection(CoreSection):
         }
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The waits by step."""
+        """Yields the waits by step."""
         loading = document.get("data_loading")
         if not loading or not loading["steps"]:
             return
@@ -438,15 +438,15 @@ class DataLoadingSection(CoreSection):
         )
 
     def summary(self, document: ReportDocument) -> str | None:
-        """How long the main threads waited, who makes the batches, what the time goes to, whether
-        the GPU waits too.
+        """Describes how long the main threads waited, the producers of batches, their activities,
+        and whether the GPU waits too.
         """
         loading = document.get("data_loading")
         if not loading:
             return None
         total, waits = loading["total_ns"], loading["waits"]
-        # of the ranks that have a loader: of the time of the answer, their steps; without steps, of
-        # their windows
+        # for the ranks that have a loader: time of the answer, their steps; without steps, their
+        # windows
         loaders = {wait["rank"] for wait in waits}
         ranks = [rank for rank in document["ranks"] if rank["rank"] in loaders]
         length = sum(step["duration_ns"] for rank in ranks for step in rank["steps"])

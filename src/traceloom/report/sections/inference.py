@@ -1,4 +1,6 @@
-"""Inference servers: their steps and batches, time between tokens, the operators of graph replays."""
+"""The section about inference servers: steps and batches, time between tokens, operators of graph
+replays.
+"""
 
 from __future__ import annotations
 

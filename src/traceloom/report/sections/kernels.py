@@ -1,4 +1,4 @@
-"""Kernels, operators, shapes, kinds."""
+"""Sections about kernels, operators, their shapes, and kinds of kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class KernelsSection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> list[KernelRow]:
-        """GPU work by name, the longest first; `ranks` is the number of ranks that ran it."""
+        """Returns GPU work by name, the longest first; `ranks` is the number of ranks
+        that ran it.
+        """
         summed = (
             pl.concat([rank.kernels.kernels for rank in measurements.results])
             .group_by("name", "category", "rule", "kind", maintain_order=True)
@@ -65,7 +67,7 @@ class KernelsSection(CoreSection):
         return unknowns.convert_list(add_shares(summed, "total_ns"), "kernels")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """All names."""
+        """Yields a table of all names."""
         columns = [
             Col("name", "Name", "name"),
             Col(
@@ -133,7 +135,7 @@ class OperatorsSection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> list[OperatorRow]:
-        """Operators by name (and shapes), the longest self time first."""
+        """Returns operators by name (and shapes), the longest self time first."""
         frames = pl.concat([rank.operators.operators for rank in measurements.results])
         device_columns = pl.col("device_ns", "self_device_ns", "kernel_count")
         summed = frames.group_by("name", "shapes", maintain_order=True).agg(
@@ -144,8 +146,8 @@ class OperatorsSection(CoreSection):
         return unknowns.convert_list(add_shares(summed, "self_ns"), "operators")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """All names; with their input shapes where these are counted apart, with GPU time where
-        there is a GPU.
+        """Yields a table of all names; with input shapes where operators are counted by shape, with
+        GPU time where there is a GPU.
         """
         rows = document.get("operators") or []
         if not rows:
@@ -538,7 +540,7 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         )
 
     def picture(self, value: KindsValue) -> str:
-        """A bar per GPU: exclusive time by kind, and idle time."""
+        """Draws a bar per GPU: exclusive time by kind, and idle time."""
         bars = []
         for device in value["devices"][:16]:
             key = (device["rank"], device["device"])
@@ -558,12 +560,13 @@ _SVG_WIDTH, _LABEL_WIDTH, _BAR_HEIGHT, _BAR_GAP = 1256, 130, 18, 9
 def draw_stacked_bars(
     bars: Sequence[tuple[str, Sequence[tuple[str, int]]]], colours: Mapping[str, str]
 ) -> str:
-    """A figure with one bar per entry; all on one scale, each part with its figures on hover. Empty
-    without time.
+    """Draws one bar per entry; all on one scale, each part with its values on hover. Empty without
+    time.
 
     Args:
         bars: Label and parts of each: (name, time in ns).
-        colours: Colour group of the page by name of a part, in the order of the bar; other parts come last, as `other`.
+        colours: Colour group of the page by name of a part, in the order of the bar; other parts
+            follow, as `other`.
     """
     longest = max((sum(ns for _, ns in parts) for _, parts in bars), default=0)
     if not longest:

@@ -1,4 +1,4 @@
-"""Launches, queues, graph replays."""
+"""Sections about launches, queues and graph replays."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
 
 
 _WIDTH, _HEIGHT, _TOP, _LEFT, _BOTTOM = 1256, 200, 14, 46, 20
-_MAX_LINES = 8  # lines in one picture
+_MAX_LINES = 8  # lines in one figure
 _COLOURS = (
     "compute",
     "communication",
@@ -323,11 +323,12 @@ _COLOURS = (
 
 
 def draw_step_curves(lines: Mapping[str, Sequence[tuple[int, int]]], value_label: str) -> str:
-    """A picture of step curves; empty where there is nothing to draw.
+    """Draws step curves; empty where there is nothing to draw.
 
     Args:
-        lines: Name -> (time in ns, value from then on), by time. The first eight with the largest values are drawn.
-        value_label: What the values are, for the title.
+        lines: Name -> (time in ns, value from then on), by time. The first eight with the largest
+            values are drawn.
+        value_label: Name of the values, for the title.
     """
     visible_names = sorted(
         (name for name, line in lines.items() if line),
@@ -499,7 +500,7 @@ GRAPH_LAUNCHES_SECTION = GraphLaunchesSection()
 
 
 def read_graph_capture(options: ReportOptions) -> Session | None:
-    """What `graph_capture` names; None where nothing is given."""
+    """Loads the file of `graph_capture`; None if there is none."""
     return None if options.graph_capture is None else _read(options.graph_capture, options.cache)
 
 

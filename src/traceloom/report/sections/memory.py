@@ -1,4 +1,4 @@
-"""Memory levels and owners."""
+"""Sections about memory levels and owners."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class MemorySection(CoreSection):
-    """What the allocator had given out."""
+    """Memory allocated by device."""
 
     key, title = "memory", "Memory"
     note = "What the allocator had given out."
@@ -66,7 +66,7 @@ class MemorySection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> MemoryValue:
-        """Peaks by device, and the curve of each as columns."""
+        """Returns peaks by device, and the curve of each as columns."""
         curves: list[CurveRow] = []
         for rank in measurements.results:
             for device_curve in rank.memory.curve.partition_by("device_type", "device"):
@@ -90,7 +90,7 @@ class MemorySection(CoreSection):
         }
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """Peaks of every device of every rank."""
+        """Yields the peaks of every device of every rank."""
         memory, ranks = document.get("memory") or {}, document["ranks"]
         devices = memory.get("devices") or []
         if not devices:
@@ -128,7 +128,7 @@ class MemorySection(CoreSection):
         yield Table("memory-table", "Memory", columns, rows, "memory.devices", note)
 
     def picture(self, document: ReportDocument) -> str:
-        """The curves; the script shows those of the chosen rank."""
+        """Draws the curves; the script shows those of the chosen rank."""
         ranks = [rank["rank"] for rank in document["ranks"]]
         curves = []
         for curve in (document.get("memory") or {}).get("curve") or []:
@@ -144,7 +144,7 @@ MEMORY_SECTION = MemorySection()
 MAX_CURVES = 4  # memories with a curve in the document: those with the highest peaks
 _MAX_NAME_WIDTH = 60
 _MAIN_OWNER_SHARE = 0.9
-_MIN_SCOPE_SHARE = 0.001  # of the peak; smaller scopes count to the one around them
+_MIN_SCOPE_SHARE = 0.001  # of the peak; smaller scopes are merged into the enclosing one
 _MEMORY_COLUMNS = build_schema(
     "device_type device peak_bytes peak_time_ns peak_step end_bytes unseen_bytes"
 )
@@ -206,7 +206,7 @@ class RankMemories(NamedTuple):
 
 
 class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
-    """Who holds the memory."""
+    """Owners of the memory."""
 
     key, title = "memory_owners", "Memory by owner"
     note = "Who holds the memory: over time, and at the peak by module, scope and category."
@@ -228,7 +228,7 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
     }
 
     def measure(self, trace: Trace, options: ReportOptions) -> RankMemories | None:
-        """The memories and the steps of one rank; None without allocations."""
+        """Returns the memories and the steps of one rank; None without allocations."""
         if not trace.allocations.height:
             return None
         explanation, unknowns = explain(trace), UnknownValues(0, UNKNOWN_REASONS)
@@ -344,9 +344,9 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
 
     def summary(self, value: MemoryOwnersValue) -> str | None:
         largest = max(value["memories"], key=lambda memory: memory["peak_bytes"])
-        # the innermost scope that holds nearly all of what the largest branch holds
+        # the innermost scope that holds nearly all memory of the largest branch
         owner: MemoryOwnersMemoriesTreeRow | None = None
-        for row in largest["tree"][1:]:  # parents stand before children, the largest child first
+        for row in largest["tree"][1:]:  # parents precede children, the largest child first
             if owner is None or (
                 row["parent"] == owner["node"]
                 and row["bytes"] >= _MAIN_OWNER_SHARE * owner["bytes"]
@@ -386,7 +386,7 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
 
 
 def _prune_tree(tree: list[MemoryOwnersMemoriesTreeRow]) -> list[MemoryOwnersMemoriesTreeRow]:
-    """The tree without its smallest branches, whose bytes then belong to the scope around them: it
+    """Removes the smallest branches of the tree; the enclosing scope keeps their bytes, so that it
     still adds up.
     """
     min_bytes = _MIN_SCOPE_SHARE * tree[0]["bytes"]
@@ -415,7 +415,7 @@ def _format_device(memory: MemoryOwnersMemoriesRow) -> str:
 
 
 def _drop_small_memories(memories: list[MemoryOwnersMemoriesRow]) -> list[MemoryOwnersMemoriesRow]:
-    """Without those of less than a thousandth of the largest."""
+    """Removes memories of less than a thousandth of the largest."""
     largest_bytes = max(memory["peak_bytes"] for memory in memories)
     return [memory for memory in memories if memory["peak_bytes"] * 1000 >= largest_bytes]
 

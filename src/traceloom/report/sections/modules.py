@@ -1,4 +1,4 @@
-"""Modules and flame graph."""
+"""Sections about modules and the flame graph."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_NODES = 4_000  # of one rank's tree in the page
 
 
 class ModulesSection(CoreSection):
-    """Which part of the model the time belongs to."""
+    """Time by module of the model."""
 
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
@@ -46,12 +46,12 @@ class ModulesSection(CoreSection):
     def build(
         self, measurements: Measurements[RankMeasurements], unknowns: UnknownValues
     ) -> list[ModuleRow]:
-        """The module trees, one after the other; `rank` says whose it is."""
+        """Returns the module trees of all ranks, concatenated; `rank` is the rank of each."""
         return unknowns.convert_list(measurements.concat(lambda rank: rank.modules.tree), "modules")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """The tree of every rank as an icicle and a table, forward, backward and repeated time
-        apart.
+        """Yields the tree of every rank as an icicle and a table, with separate forward, backward
+        and repeated time.
         """
         several = len(document["ranks"]) > 1
         trees: dict[int | None, list[ModuleRow]] = {}
@@ -94,7 +94,7 @@ class ModulesSection(CoreSection):
 
 
 def _sum_passes(row: Cells, name: str) -> int:
-    """Forward, backward and repeated time together."""
+    """Returns the sum of forward, backward and repeated time."""
     return sum(row.get(f"{part}{name}") or 0 for part in ("", "backward_", "recompute_"))
 
 
@@ -192,13 +192,13 @@ MODULES_SECTION = ModulesSection()
 
 MAX_FRAMES = 1000  # of the tree in the document; exports hold all
 MAX_RANK_FUNCTIONS = 75  # of one rank
-MAX_ROWS = 600  # of all ranks together, but
-MIN_RANK_FUNCTIONS = 10  # of each
-# Share of the whole that a frame of the tree must have, in host time or in GPU time.
+MAX_ROWS = 600  # max for all ranks together, unless `MIN_RANK_FUNCTIONS` requires more
+MIN_RANK_FUNCTIONS = 10  # min for each rank
+# Min share of the total, in host time or in GPU time, of a frame of the tree.
 _MIN_FRAME_SHARE = 0.001
 _MAX_NAME_WIDTH = 60
-_WORK_KINDS = ("op", "launch", "module")  # what threads that take part in the program's work record
-_SAME_TIME_SHARE = 0.98  # of a frame's time (host and GPU) that its only child of note has
+_WORK_KINDS = ("op", "launch", "module")  # recorded by threads that do work of the program
+_SAME_TIME_SHARE = 0.98  # of a frame's time (host and GPU), in its only relevant child
 _TREE = pl.Schema({name: kind for name, kind in FRAMES.items() if name != "rank"})
 _LIST = build_schema(
     pl.Schema({name: kind for name, kind in FUNCTIONS.items() if name != "rank"}), "main_self_ns"
@@ -209,7 +209,7 @@ _NO_STEP_REASON = "the trace holds no whole step, or it does not occur in one"
 class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
     """The host's time by call stack.
 
-    Measured is the analysis with the frames kept, and how many there were.
+    Its measurement holds the analysis with the kept frames, and their original number.
     """
 
     key, title = "flame", "Flame graph"
@@ -260,8 +260,9 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             on_main, on=key, how="left", nulls_equal=True, maintain_order="left"
         )
         functions = functions.with_columns(pl.col("main_self_ns").fill_null(0))[list(_LIST)]
-        # The frames with the most time, each with all above it, numbered anew: what is above a
-        # frame has at least its time, and stands before it, so that the choice is closed upwards.
+        # Keep the frames with the most time, each with all of its ancestors, and renumber them: an
+        # ancestor has at least the time of a frame, and precedes it, so that the selection includes
+        # all ancestors.
         busy, gpu = profile.frames["self_ns"].sum(), profile.frames["self_device_ns"].sum()
         weight = pl.max_horizontal(
             pl.col("total_ns") / max(busy, 1), pl.col("device_ns") / max(gpu, 1)
@@ -337,7 +338,7 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         working = {row["lane"] for row in value["tree"] if row["kind"] in _WORK_KINDS}
         idle = working and {row["lane"] for row in value["tree"]} - working
         tree = value["tree"]
-        if idle:  # the rows of threads that work, with their parents numbered anew
+        if idle:  # the rows of threads that do work, with renumbered parents
             number: dict[int | None, int | None] = {None: None}
             tree = []
             for row in value["tree"]:
@@ -371,16 +372,16 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
 
 
 def format_frame(row: FlameFunctionsRow) -> str:
-    """`file.py:12 function`; the name alone where there is no file."""
+    """Formats a frame as `file.py:12 function`; the name alone where there is no file."""
     return f"{row['file']}:{row['line']} {row['name']}" if row.get("file") else str(row["name"])
 
 
 def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
-    """The rows of a tree (parents before children, `parent` a row number) with chains of single
-    calls made one row.
+    """Returns the rows of a tree (parents before children, `parent` a row number) with chains of
+    single calls merged into one row.
 
-    The row of a chain carries the name that says most: the last frame of the user's, else the last
-    module, else the last frame; `(+n)` counts the others. Times and calls are those of its
+    The row of a chain has the most informative name: the last frame of the user's code, else the
+    last module, else the last frame; `(+n)` counts the others. Times and calls are those of its
     outermost frame.
     """
     children: dict[int | None, list[int]] = {}
@@ -394,7 +395,7 @@ def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
         first, parent = stack.pop()
         chain = [first]
         while tree[first]["kind"] != "thread":
-            # the child that has nearly all of the row's time and of its GPU work
+            # the only relevant child: it has nearly all of the row's time and of its GPU work
             row = tree[chain[-1]]
             host, device = _SAME_TIME_SHARE * row["total_ns"], _SAME_TIME_SHARE * row["device_ns"]
             following = next(

@@ -1,4 +1,4 @@
-"""Anti-patterns, repeated sequences."""
+"""Sections about anti-patterns and repeated sequences of kernels."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
         self, measurements: Measurements[Frames], unknowns: UnknownValues
     ) -> AntiPatternsValue:
         frames = measurements.frames(("patterns", "matches"))
-        # over all ranks; checked where one rank can tell
+        # over all ranks; checked if it was checked on one rank
         checked = pl.col("checked").any()
         job = (
             frames["patterns"]
@@ -196,7 +196,7 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
             unknowns.say("patterns")
             return None
         total_ns = sum(result.work_ns for result in measurements.results)
-        # the same sequence of several ranks added up
+        # add up the same sequence over ranks
         job = (
             sequences.with_columns(pl.col("names").list.join("\x00").alias("key"))
             .group_by("kind", "key", maintain_order=True)
@@ -258,7 +258,7 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
         ranks = [row for row in value["ranks"] if row["kind"] == "sequence"]
         if first["rank_count"] < len(
             {row["rank"] for row in ranks}
-        ):  # elsewhere it may be part of another one
+        ):  # otherwise it may be part of another one
             longest = max(ranks, key=lambda row: row["kernel_ns"])
             length, count, fraction = longest["length"], longest["count"], longest["fraction"]
             rank_prefix, work_label = f"on rank {longest['rank']} ", "its work"

@@ -1,4 +1,4 @@
-"""Stragglers, imbalance, pipelines."""
+"""Sections about differences between ranks: stragglers, load imbalance, pipelines."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ NO_CALLS_REASON = "no communication was recorded"
 
 
 class RanksSection(Section[RankPart, Value]):
-    """A section about communication or several ranks: all of them measure the same."""
+    """A section about communication or several ranks; all of them share one measurement."""
 
     def measure(self, trace: Trace, options: ReportOptions) -> RankPart:
         return analyze.rank_part(trace)
 
 
 def merge_rank_calls(parts: Sequence[RankPart]) -> pl.DataFrame:
-    """The communication of all ranks, with links as their hosts tell."""
+    """Returns the communication of all ranks, with links as reported by their hosts."""
     calls = pl.concat([part.calls for part in parts])
     hosts = {
         part.rank: part.host for part in parts if part.rank is not None and part.host is not None
@@ -70,9 +70,9 @@ def merge_rank_calls(parts: Sequence[RankPart]) -> pl.DataFrame:
     return correct_links_by_host(calls, hosts, links) if len(hosts) > 1 else calls
 
 
-_MAX_COLLECTIVES = 100  # collectives, those with the longest waits
+_MAX_COLLECTIVES = 100  # collectives: those with the longest waits
 _MAX_CELLS = 20_000
-_MAX_BLOCKS = 60  # steps that a row of characters shows
+_MAX_BLOCKS = 60  # max steps in a row of characters
 _COLLECTIVES = pl.Schema(
     {name: kind for name, kind in COLLECTIVE_SCHEMA.items() if name != "met_ns"}
 )
@@ -81,7 +81,7 @@ _NO_LAUNCH_REASON = "the launch of the last one is not recorded"
 
 
 class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
-    """The ranks of a job against each other."""
+    """Comparison of the ranks of a job."""
 
     key, title = "across_ranks", "Across ranks"
     note = "Who arrived last at collectives, why, and how long the others waited."
@@ -185,7 +185,7 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
 
     def tables(self, value: AcrossRanksValue) -> Iterator[Table]:
         if value["collectives"]:
-            # the ranks with a picture of their steps in characters
+            # the ranks with a figure of their steps in characters
             cells = {
                 (row["step"], row["rank"]): row["root_ns"]
                 for row in value["heat"]
@@ -354,7 +354,7 @@ _MEASURE_LABELS = {
 
 
 class ImbalanceSection(RanksSection["ImbalanceValue"]):
-    """Balance of load over the ranks."""
+    """Load balance across ranks."""
 
     key, title = "imbalance", "Imbalance"
     note = "How evenly compute, memory, tokens and exchanged bytes lie on the ranks."

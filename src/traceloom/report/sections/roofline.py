@@ -1,4 +1,6 @@
-"""FLOPs and bytes of operators against the peaks of the device; MFU and HFU of steps."""
+"""The section about FLOPs and bytes of operators relative to the peaks of the device; MFU and HFU
+of steps.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ from traceloom.trace.trace import Trace
 if TYPE_CHECKING:
     from traceloom.report.documents.sections import RooflineValue
 
-_MAX_ROWS = 400  # operators of all ranks together, the longest of each
+_MAX_ROWS = 400  # operators of all ranks together, the longest of each rank
 _MIN_RANK_ROWS = 10
 _MIN_PLACED_SHARE = 0.5
-_MAX_TEXT_CHARS = 300  # characters of recorded shapes and types; lists of an optimizer fill pages
+# Characters of recorded shapes and types; those of an optimizer's lists fill pages.
+_MAX_TEXT_CHARS = 300
 _NO_PEAK_REASON = "the peaks of the device are not known (give them with --peak or --device)"
 _UNKNOWN_REASONS = {
     "total_ns": "the work of the device is not recorded",
@@ -53,7 +56,7 @@ _STEP_REASONS = {
 
 
 class RooflineSection(Section[Roofline, "RooflineValue"]):
-    """FLOPs and bytes of operators against the peaks of the device; MFU and HFU."""
+    """FLOPs and bytes of operators relative to the peaks of the device; MFU and HFU."""
 
     key, title = "roofline", "Roofline"
     note = "How close operators and steps come to what the device could do."
@@ -103,7 +106,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
 
     def build(self, measurements: Measurements[Roofline], unknowns: UnknownValues) -> RooflineValue:
         max_rows = max(_MIN_RANK_ROWS, _MAX_ROWS // max(len(measurements.results), 1))
-        # what is recorded of operators is cut to a length that people read
+        # recorded texts of operators are cut to a readable length
         text = [
             pl.when(pl.col(name).str.len_chars() > _MAX_TEXT_CHARS)
             .then(pl.concat_str(pl.col(name).str.slice(0, _MAX_TEXT_CHARS), pl.lit("…")))
@@ -152,7 +155,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
                 yield build_table(
                     "roofline.whole", "Whole recording", [*several, *columns], steps, note
                 )
-        # one row per rank, with mean, least and most of every quantity
+        # one row per rank, with mean, min and max of every quantity
         rank_entries: dict[int | None, dict[str, float | None]] = {}
         for row in value["spread"]:
             entry = rank_entries.setdefault(row["rank"], {"rank": row["rank"], "step_count": 0})
@@ -247,7 +250,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         scope = "step" if value["steps"] else "recording"
         scope += " of a rank" if len({row["rank"] for row in rows}) > 1 else ""
         text = f"{units.format_flops(sum(flops) / len(flops))} per {scope}"
-        # work that is mostly not modelled counts as measured: nobody knows how good it is
+        # Work that is mostly not modelled counts as measured, because its efficiency is unknown.
         placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in rows)
         dimension_values = (
             ("of the roofline", [row["roofline_fraction"] for row in modelled]),

@@ -1,24 +1,27 @@
-"""What a section is.
+"""The base class of sections.
 
-A section answers one question. Its module holds everything about it: how one rank is measured, what
-stands in the document, why values may be unknown, and which tables show it. The terminal, the page
-and Markdown draw the same tables (`report/table.py`). A new section is one module with a `SECTION`,
-named in `sections/__init__.py`; its columns are declared in `traceloom.trace.columns`; then `python
-scripts/report_schema.py` writes its shape into the published schema, and the type of its value.
+A section answers one question. Its module contains everything about it: the measurement of one
+rank, its value in the document, why values may be unknown, and the tables that show it. The
+terminal, the page and Markdown draw the same tables (`traceloom.report.document.Table`). A new
+section is one module with a `SECTION`, registered in `sections/__init__.py`; its columns are
+declared in `traceloom.trace.columns`; then `python scripts/report_schema.py` writes its schema into
+the published schema, and the type of its value.
 
     class CopiesSection(Section[Frames, "CopiesValue"]):
         key, title, note = "copies", "Copies", "How much is copied."
-        parts = {"kinds": Part(KIND_SCHEMA, "copies by direction", empty="no copies were recorded")}
+        parts = {
+            "kinds": ListSchema(KIND_SCHEMA, "copies by direction", empty="no copies were recorded")
+        }
 
         def measure(self, trace: Trace, options: ReportOptions) -> Frames:
             return {"kinds": analyze.copies(trace).kinds}
 
-        def build(self, study: Study[Frames], absent: Absent) -> CopiesValue:
-            return self.lists(study.frames(self.parts), absent)
+        def build(self, measurements: Measurements[Frames], unknowns: UnknownValues) -> CopiesValue:
+            return self.lists(measurements.frames(self.parts), unknowns)
 
         def tables(self, value: CopiesValue) -> Iterator[Table]:
-            yield table("copies.kinds", "Copies by direction", ["?rank", "kind", "bytes"],
-            value["kinds"])
+            columns = ["?rank", "kind", "bytes"]
+            yield build_table("copies.kinds", "Copies by direction", columns, value["kinds"])
 
     SECTION = CopiesSection()
 """
@@ -75,7 +78,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What the analyses say about one trace (and, with chosen steps, about these alone)."""
+    """The results of the analyses of one trace (with selected steps, of these alone)."""
 
     trace: Trace
     gpu: GpuTime
@@ -92,20 +95,20 @@ class RankMeasurements:
 
     @cached_property
     def facts(self) -> AnswerInputs:
-        """What the answer is drawn from."""
+        """Returns the inputs of the answer."""
         return AnswerInputs(
             self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading
         )
 
 
 def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> RankMeasurements:
-    """Run the analyses of a report on one trace.
+    """Runs the analyses of a report on one trace.
 
     With `steps`, the time of devices and host threads is measured on the whole trace and kept for
-    these steps, so that a step has the same figures in every report; everything else is measured on
-    the work these steps launched.
+    these steps, so that a step has the same values in every report; everything else is measured on
+    the work that these steps launched.
     """
-    trim_memory()  # of what reading freed
+    trim_memory()  # return memory that reading freed
     part = trace if steps is None else cut_trace_to_steps(trace, steps)
     measured = RankMeasurements(
         trace=part,
@@ -125,15 +128,15 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> R
 
 
 def _trim_after(result: T) -> T:
-    """The result; what was freed on the way to it goes back to the system before the next analysis
-    takes more.
+    """Returns the result after returning freed memory to the system, before the next analysis
+    allocates more.
     """
     trim_memory()
     return result
 
 
 def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> RankMeasurements:
-    """Keep these steps of what is told per step; a device or a thread is the sum of its steps."""
+    """Keeps these steps of the values per step; a device or a thread is the sum of its steps."""
     in_steps = pl.col("step").is_between(*steps)
     gpu, idle = measured.gpu, measured.idle
     gpu_steps = gpu.steps.filter(in_steps)
@@ -168,8 +171,8 @@ def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> Ra
 Frames = dict[str, pl.DataFrame]
 Columns = list[str | Col]
 TableSpec = tuple[str, str, Sequence[Cells], Sequence[str]]
-"""A list of a section's value as a table: its name, the heading, the rows, the columns (see
-`table`).
+"""Arguments for the table of a list of a section's value: name, heading, rows, columns (see
+`build_table`).
 """
 Result = TypeVar("Result")
 Value = TypeVar("Value")
@@ -185,18 +188,18 @@ def build_table(
     key: str = "",
     among: Iterable[Cells] | None = None,
 ) -> Table:
-    """A table whose columns are declared in `traceloom.trace.columns`.
+    """Builds a table whose columns are declared in `traceloom.trace.columns`.
 
     Args:
         path: See `Table`.
         title: See `Table`.
-        columns: Keys of the rows. A key that begins with `+` stands on wide terminals only; one with `?` (as `?rank`)
-            only where not all rows have the same value. A `Col` is what is no column of the
-            document, or has another heading or unit than there.
+        columns: Keys of the rows. A key that begins with `+` appears on wide terminals only; one
+            with `?` (for example `?rank`) only where not all rows have the same value. A `Col` is a
+            column that is not in the document, or has another heading or unit there.
         rows: See `Table`.
         note: See `Table`.
         key: See `Table`; by default the path with dashes.
-        among: The rows that decide about the columns with `?`, where these are not the same.
+        among: The rows that decide about the columns with `?`, if other than `rows`.
     """
     deciding = rows if among is None else list(among)
     selected = []
@@ -221,13 +224,13 @@ def build_table(
 
 @dataclass(frozen=True, slots=True)
 class Measurements(Generic[Result]):
-    """What `build` may ask.
+    """The input of `build`.
 
     Attributes:
         session: The chosen ranks, whole.
         part: The same, cut to the chosen steps; equal to `session` without `--steps`.
-        options: The choices of the user.
-        results: What `measure` gave for each trace of `part`, in its order.
+        options: The options of the user.
+        results: The result of `measure` for each trace of `part`, in its order.
     """
 
     session: Session
@@ -238,12 +241,11 @@ class Measurements(Generic[Result]):
     def concat(
         self, frame: Callable[[Result], pl.DataFrame], ranks: Sequence[bool] | None = None
     ) -> pl.DataFrame:
-        """One frame of all ranks, rank after rank, first the column `rank` (Int32, null where a
-        file does not say).
+        """Concatenates a frame of all ranks, with a first column `rank` (Int32, null if unknown).
 
         Args:
-            frame: result of a rank -> its rows.
-            ranks: Which of them; None for all.
+            frame: Returns the rows of the result of a rank.
+            ranks: Flags of the included ranks; None for all.
         """
         frames = []
         pairs = list(zip(self.part.traces, self.results, strict=True))
@@ -256,7 +258,9 @@ class Measurements(Generic[Result]):
         return pl.concat(frames)
 
     def frames(self, names: Iterable[str]) -> Frames:
-        """`concat` of each of these frames, where results are `Frames` or have them as attributes."""
+        """Returns `concat` of each of these frames, where results are `Frames` or have them as
+        attributes.
+        """
         out = {}
         for name in names:
             out[name] = self.concat(
@@ -266,22 +270,24 @@ class Measurements(Generic[Result]):
 
 
 def format_rank_suffix(row: Cells, rows: Iterable[Cells]) -> str:
-    """` of rank 3` behind a figure of one row, where the rows are of several ranks."""
+    """Returns ` of rank 3` as suffix of a value of one row, where the rows are of several ranks."""
     return f" of {format_rank(row['rank'])}" if len({other["rank"] for other in rows}) > 1 else ""
 
 
 def select_rank_column(document: ReportDocument, column: Col) -> tuple[Col, ...]:
-    """The column, where the document is about several ranks."""
+    """Returns the column if the document is about several ranks."""
     return (column,) if len(document["ranks"]) > 1 else ()
 
 
 def format_sum(rows: Sequence[Cells], key: str, label: str) -> str:
-    """How much the rows of a table add up to."""
+    """Formats the sum of a column of the rows."""
     return f"{units.format_duration(sum(row[key] for row in rows))} {label}"
 
 
 def add_shares(frame: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Rows by name with their mean, and their `fraction` of the sum of a column; the largest first."""
+    """Returns rows by name with their mean, and their `fraction` of the sum of a column; the
+    largest first.
+    """
     total = frame[column].sum()
     share = pl.col(column) / total if total else pl.lit(0.0)
     return frame.with_columns(mean_ns=pl.col("total_ns") // pl.col("count"), fraction=share).sort(
@@ -295,17 +301,18 @@ class Section(Generic[Result, Value]):
     Attributes:
         key: Key in the document, name for `--only`, id in the page: lower case with underscores.
         title: Heading.
-        note: What the section tells, in one line.
+        note: Describes the section in one line.
         what: Description of the value.
         parts: The lists of the value.
-        others: JSON Schema of what else the value holds.
+        others: JSON Schema of the other keys of the value.
         missing: Why the value may be null; empty where it never is.
-        shows_only: Whether it has no key of its own, but shows what stands under others.
-        path: Where it stands in the document, if not under `key`: why it is missing is looked up there.
+        shows_only: Whether it has no key of its own, but shows values of other keys.
+        path: Its path in the document, if not `key`: the reason for its absence is looked up there.
         anchor: Its id in the page, if that is not its key.
-        nothing: What stands in the page where there is nothing to show and nothing is missing.
-        in_markdown: Whether its first table stands in Markdown.
-        unknown: Path below `key` (empty: itself) -> why a value there can be null or empty, where `parts` do not say.
+        nothing: Text in the page where it is empty but not missing.
+        in_markdown: Whether its first table appears in Markdown.
+        unknown: Path below `key` (empty: itself) -> why a value there can be null or empty, if
+            `parts` do not declare it.
     """
 
     key: ClassVar[str]
@@ -323,51 +330,53 @@ class Section(Generic[Result, Value]):
     in_markdown: ClassVar[bool] = False
 
     def measure(self, trace: Trace, options: ReportOptions) -> Result:
-        """What is known of one rank: small.
+        """Measures one rank; the result is small.
 
-        Runs rank by rank, so that no more than a few ranks are in memory.
+        It runs rank by rank, so that no more than a few ranks are in memory.
         """
-        return None  # type: ignore[return-value]  # of sections that look at the whole session only
+        return None  # type: ignore[return-value] # of sections that use the whole session only
 
     def build(self, measurements: Measurements[Result], unknowns: UnknownValues) -> Any:
-        """The JSON value under `key`; None or empty where nothing is known, with the reason said to
+        """Returns the JSON value under `key`; None or empty if unknown, with the reason added to
         `unknowns`.
         """
         raise NotImplementedError
 
     def value(self, document: ReportDocument) -> Value | None:
-        """What the section is drawn from; None where it is missing."""
+        """Returns the value that the section is drawn from; None where it is missing."""
         return cast("Value | None", document.get(self.key))
 
     def tables(self, value: Value) -> Iterable[Table]:
-        """The tables of the value; none where there is nothing to show."""
+        """Yields the tables of the value; none where there is nothing to show."""
         raise NotImplementedError
 
     def summary(self, value: Value) -> str | None:
-        """One sentence with the main figure, for the short report; None where there is nothing to
-        say.
+        """Returns one sentence with the main figure, for the short report; None where there is
+        none.
         """
         return None
 
     def picture(self, value: Value) -> str:
-        """SVG or HTML above the tables of the page; names from traces escaped. Empty for none."""
+        """Returns SVG or HTML above the tables of the page, with names from traces escaped; empty
+        for none.
+        """
         return ""
 
     def definition(self, value: Value) -> str:
-        """HTML of how it is counted, folded below the tables."""
+        """Returns HTML that describes how it is counted, collapsed below the tables."""
         return ""
 
     @property
     def schema(self) -> JsonSchema:
-        """JSON Schema of the value."""
+        """Returns the JSON Schema of the value."""
         properties = {name: part.schema() for name, part in self.parts.items()}
         shape = build_object_schema({**properties, **self.others}, description=self.what)
         return allow_null(shape) if self.missing else shape
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Path in the document -> why a value there can be unknown; `key` itself where all may be
-        missing.
+        """Returns why values can be unknown, by path in the document; under `key` itself where the
+        whole value may be missing.
         """
         out = {self.key: self.missing} if self.missing else {}
         for name, part in self.parts.items():
@@ -377,15 +386,17 @@ class Section(Generic[Result, Value]):
         }
 
     def filled(self, listed: Iterable[TableSpec], among: Iterable[Cells]) -> Iterator[Table]:
-        """The tables of those lists of the value that have rows; `among` as for `table`."""
+        """Yields the tables of those lists of the value that have rows; `among` as for
+        `build_table`.
+        """
         deciding = list(among)
         for name, title, rows, columns in listed:
             if rows:
                 yield build_table(f"{self.key}.{name}", title, columns, rows, among=deciding)
 
     def lists(self, frames: Mapping[str, pl.DataFrame], absent: UnknownValues) -> Value:
-        """The rows of frames as they stand in the document; why there are none, where the part of
-        that name says so.
+        """Returns the rows of frames as in the document; adds the reason for an empty list where
+        its part requires one.
         """
         out: dict[str, list[Any]] = {}
         for name, frame in frames.items():

@@ -1,4 +1,4 @@
-"""Steps, usual step, slow steps."""
+"""Sections about steps, the typical step and slow steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StepsSection(CoreSection):
-    """The steps of every rank, and what the devices or the main thread did in each."""
+    """The steps of every rank, and the time of the devices or the main thread in each."""
 
     key, title = "steps", "Steps"
     shows_only = True
@@ -53,7 +53,9 @@ class StepsSection(CoreSection):
     path = "ranks[*].steps"
 
     def summary(self, document: ReportDocument) -> str | None:
-        """How many steps, how long, and which rank's are the shortest and the longest."""
+        """Describes the number and duration of steps, and the ranks with the shortest and the
+        longest.
+        """
         times = [
             (rank["step_times"], format_rank_name(rank, k))
             for k, rank in enumerate(document["ranks"])
@@ -81,7 +83,7 @@ class StepsSection(CoreSection):
         return f"{number}; median {units.format_duration(fastest['median_ns'])}, {between}"
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """Of several ranks: a line for each; then the steps of every rank."""
+        """Yields, for several ranks, a row for each; then the steps of every rank."""
         ranks = document["ranks"]
         several = len(ranks) > 1
         if several and any(rank["steps"] for rank in ranks):
@@ -120,7 +122,7 @@ class StepsSection(CoreSection):
 
 
 def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
-    """A bar per step, the longest step as long as the column."""
+    """Builds a bar per step; the longest step fills the column."""
     longest = max(step["duration_ns"] for step in rank["steps"])
     gpu = any(step.get("devices") for step in rank["steps"])
     times, note = rank["step_times"], ""
@@ -216,7 +218,7 @@ _NO_STEPS_REASON = "the trace holds no whole step with such work"
 
 
 class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
-    """Work of a usual step."""
+    """Work of a typical step."""
 
     key, title = "per_step", "Per step"
     note = "Kernels and operators of a usual step, and how far steps lie apart."
@@ -284,7 +286,7 @@ _MAX_DIFFERENCES = 200
 
 
 class SlowStepsSection(RanksSection["SlowStepsValue"]):
-    """Slow steps, and their account against the usual one."""
+    """Slow steps, and their difference from the typical one."""
 
     key, title = "slow_steps", "Slow steps"
     note = "Steps beyond the spread of the others, and what was different in them."

@@ -1,4 +1,4 @@
-"""File name -> view; JSON, CSV, Parquet of any document."""
+"""Selects the view of a file by its name, and writes any document as JSON, CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a format may draw from.
+    """The input of a format.
 
     Attributes:
-        document: What is known about the run.
-        load: Gives the part of the session that the document is about; called where a format draws from it, too.
-        options: The choices of the user.
+        document: The document of the run.
+        load: Returns the part of the session that the document covers; called only by formats that
+            need it.
+        options: The options of the user.
     """
 
     document: ReportDocument
@@ -37,36 +38,38 @@ class Report:
 
     @cached_property
     def session(self) -> Session:
-        """The part of the session that the document is about."""
+        """The part of the session that the document covers."""
         return self.load()
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format: its endings, how it is written, and what to do with the file then."""
+    """A file format: its endings, its writer, and what to do with the file afterwards."""
 
     endings: tuple[str, ...]
     write: Callable[..., None]  # (report, handle)
     next_step: str
-    of_runs: bool = False  # can also tell several runs apart
+    of_runs: bool = False  # also supports documents of several runs
 
     def writer(self, path: Path) -> Callable[[Report, BinaryIO], None]:
-        """How a file is written; the name of one that holds a table says which."""
+        """Returns the writer of a file; the name of a table file selects the table."""
         return partial(self.write, name=path.name) if self.write is write_table_file else self.write
 
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """What a directory is filled with."""
+    """The content of an output directory."""
 
     fill: Callable[[Report, Path], None]
-    ours: str  # the files in it, as a regular expression
+    ours: str  # its files, as a regular expression
     next_step: str = "read them with Polars, pandas or a spreadsheet"
     of_runs: bool = False
 
 
 def build_table_directory(ending: str) -> Directory:
-    """A file per table, in the format of the ending: `.csv` or `.parquet`."""
+    """Returns a directory with a file per table, in the format of the ending: `.csv` or
+    `.parquet`.
+    """
 
     def fill(report: Report, path: Path) -> None:
         write_tables(report.document, ending, path)
@@ -75,31 +78,31 @@ def build_table_directory(ending: str) -> Directory:
 
 
 def write_html(report: Report, handle: BinaryIO) -> None:
-    """The page."""
+    """Writes the page."""
     from traceloom.report.views import page
 
     handle.write(encode_utf8(page.render_report_page(report.document, report.session)))
 
 
 def write_json(report: Report, handle: BinaryIO) -> None:
-    """The document."""
+    """Writes the document."""
     handle.write(encode(report.document))
 
 
 def write_markdown(report: Report, handle: BinaryIO) -> None:
-    """The answer and its tables for a pull request."""
+    """Writes the answer and its tables for a pull request."""
     from traceloom.report.views.markdown import render
 
     handle.write(encode_utf8(render(report.document, report.options)))
 
 
 def write_table_file(report: Report, handle: BinaryIO, name: str = "") -> None:
-    """The table of the file's name."""
+    """Writes the table with the name of the file."""
     write_table(report.document, name, report.options.only, handle)
 
 
 def write_perfetto(report: Report, handle: BinaryIO) -> None:
-    """The timeline for Perfetto."""
+    """Writes the timeline for Perfetto."""
     from traceloom.report.exports.perfetto import write
 
     write(
@@ -111,30 +114,30 @@ def write_perfetto(report: Report, handle: BinaryIO) -> None:
 
 
 def write_perfetto_gz(report: Report, handle: BinaryIO) -> None:
-    """The timeline for Perfetto, packed."""
+    """Writes the timeline for Perfetto, compressed."""
     from traceloom.system.gzip_stream import compress_output
 
     compress_output(partial(write_perfetto, report))(handle)
 
 
 def write_speedscope(report: Report, handle: BinaryIO) -> None:
-    """The stacks for speedscope."""
+    """Writes the stacks for speedscope."""
     from traceloom.report.exports.speedscope import write
 
     write(report.session, handle)
 
 
 def encode(document: Mapping[str, object]) -> bytes:
-    """One line of UTF-8 JSON with a line end; integers stay integers."""
+    """Encodes a document as one line of UTF-8 JSON with a newline; integers stay integers."""
     return encode_json(document) + b"\n"
 
 
 def build_table_frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataFrame]]:
-    """Every table that the report shows: its name (`kernels`, `idle-gaps-longest`), and all its
-    rows in plain columns.
+    """Yields every table of the report: its name (`kernels`, `idle-gaps-longest`), and all its rows
+    in plain columns.
 
     Times are integer nanoseconds, sizes bytes, shares from 0 to 1; null is unknown. Lists and
-    pictures are left out.
+    figures are omitted.
     """
     for section in (*load_core_sections(), *select_visible_sections(document)):
         if value := section.value(document):
@@ -159,8 +162,8 @@ def build_table_frames(document: ReportDocument) -> Iterator[tuple[str, pl.DataF
 def write_table(
     document: ReportDocument, name: str, only: Sequence[str] | None, handle: BinaryIO
 ) -> None:
-    """Write one table to a file: that of the file's name, or the only one of the section that was
-    asked for.
+    """Writes one table to a file: that of the file's name, or the only one of the requested
+    section.
 
     Raises:
         UsageError: slug `no-such-table`.
@@ -179,7 +182,7 @@ def write_table(
 
 
 def write(frame: pl.DataFrame, ending: str, handle: BinaryIO) -> None:
-    """Write a frame in the format of the ending, in letters of any case."""
+    """Writes a frame in the format of the ending, in letters of any case."""
     frame.write_parquet(handle) if ending.lower() == ".parquet" else frame.write_csv(handle)
 
 
@@ -199,7 +202,7 @@ FORMATS = (
 )
 
 TABLE_FILE_PATTERN = r"[^/]*\.(csv|parquet)"
-"""What a directory of tables holds."""
+"""The files of a directory of tables."""
 
 _TABLE_ENDINGS = (".csv", ".parquet")
 ResultWriter = Callable[[Any, BinaryIO], object]
@@ -207,13 +210,13 @@ ResultWriter = Callable[[Any, BinaryIO], object]
 
 @dataclass(frozen=True, slots=True)
 class ResultFiles:
-    """What a result can be written as: documents, pages, and its frames as tables in files that are
-    named after them.
+    """The output formats of a result: documents, pages, and its frames as tables in files with
+    their names.
 
     Attributes:
-        what: The result, in a word.
-        tables: The frames, attributes of it.
-        writers: What writes all else, by ending.
+        what: Name of the result.
+        tables: Names of its attributes that are frames.
+        writers: Writers of the other formats, by ending.
     """
 
     what: str
@@ -226,7 +229,7 @@ class ResultFiles:
         return (*self.writers, *_TABLE_ENDINGS)
 
     def writer(self, path: Path, ending: str) -> ResultWriter:
-        """What writes a file; that of a table is named after it.
+        """Returns the writer of a file; a table file has the name of its table.
 
         Args:
             path: Its name.
@@ -249,8 +252,8 @@ class ResultFiles:
         return lambda answer, handle: write(getattr(answer, name), ending, handle)
 
     def write_directory(self, answer: object, path: Path, *, force: bool) -> int:
-        """Write all frames as CSV into a directory, as `files.write_directory` does; the size of
-        its files in bytes.
+        """Writes all frames as CSV into a directory, as `files.write_directory` does; returns the
+        size of its files in bytes.
         """
 
         def fill(directory: Path) -> None:
@@ -265,7 +268,7 @@ class ResultFiles:
 
 
 def write_tables(document: ReportDocument, ending: str, directory: Path) -> None:
-    """Write a file per table into a directory that is there; `ending` is `.csv` or `.parquet`."""
+    """Writes a file per table into an existing directory; `ending` is `.csv` or `.parquet`."""
     for key, frame in build_table_frames(document):
         with (directory / f"{key}{ending}").open("wb") as handle:
             write(frame, ending, handle)

@@ -1,4 +1,4 @@
-"""A document as Markdown, and in a notebook."""
+"""Renders documents as Markdown, and in notebooks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
 def render(document: ReportDocument, options: ReportOptions) -> str:
-    """The document as GitHub-flavoured Markdown, ended by a line end."""
+    """Renders the document as GitHub-flavored Markdown that ends with a newline."""
     head_lines = list(_render_lines(document, options))
     events = sum(entry["events"] for entry in document["inputs"])
     footer = (
@@ -54,8 +54,7 @@ def render(document: ReportDocument, options: ReportOptions) -> str:
     if len(notices) > _MAX_NOTICES:
         foot_lines.append(f"- … and {len(notices) - _MAX_NOTICES} more")
     foot_lines += ["", footer]
-    # One line per section that has something to say; the last ones are left out where there is no
-    # room for them.
+    # One line per section with a summary; the last ones are omitted where there is no room.
     summaries = [
         (section.title, section.summary(value))
         for section in select_visible_sections(document)
@@ -72,14 +71,14 @@ def render(document: ReportDocument, options: ReportOptions) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Words of strangers as they are: no markup, no HTML, no mention of a user, on one line."""
+    """Escapes untrusted text: no markup, no HTML, no mention of a user, on one line."""
     marked = _MARKUP.sub(r"\\\1", sanitize(text))
     return "".join(_ENTITIES.get(letter, letter) for letter in marked)
 
 
 def format_code_span(name: str, width: int = _NAME_WIDTH, *, cell: bool = True) -> str:
-    """A name of at most so many characters as a code span that it cannot leave, nor the cell of a
-    table around it.
+    """Formats a name of at most `width` characters as a code span that it cannot break out of, nor
+    out of a table cell.
     """
     fitted_name = fit_name(name, width).replace("|", "\\|" if cell else "|")
     fence = "`" * (max((len(run) for run in re.findall("`+", fitted_name)), default=0) + 1)
@@ -102,7 +101,7 @@ def _render_lines(document: ReportDocument, options: ReportOptions) -> Iterator[
         for run in document["runs"]
     ]
     yield from render_table("run", ("ranks", "time", "steps", "answer"), runs[: _MAX_ROWS * 4])
-    # What to fix first: what it saves, and what to do.
+    # What to fix first: the saving, and the advice.
     findings = (document.get("findings") or [])[:_MAX_FINDINGS]
     if findings:
         yield from ("", "| saves | what | advice |", "|--:|---|---|")
@@ -120,7 +119,7 @@ def _render_lines(document: ReportDocument, options: ReportOptions) -> Iterator[
         ]
         host_time_note = f" Host time: {'; '.join(frames)}." if frames else ""
         yield f"| {escape_markdown(saves)} | {escape_markdown('; or, for the same time: '.join(titles))} | {escape_markdown(row['advice'] + host_time_note)} |"
-    # The first table of each section that stands in Markdown, without pictures.
+    # The first table of each section that appears in Markdown, without figures.
     for section in load_core_sections() if not document["runs"] else ():
         shown_table = (
             next(iter(section.tables(section.value(document))), None)
@@ -150,7 +149,7 @@ def _render_lines(document: ReportDocument, options: ReportOptions) -> Iterator[
 
 
 def render_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table whose first column is text and whose others are numbers."""
+    """Yields a table with text in the first column and numbers in the others."""
     if not rows:
         return
     yield ""
@@ -164,14 +163,14 @@ _MAX_COMPARISON_ROWS = 10
 
 
 def render_comparison_markdown(document: ComparisonDocument) -> str:
-    """The document as GitHub-flavoured Markdown, ended by a line end."""
+    """Renders the document as GitHub-flavored Markdown that ends with a newline."""
     base, new = (
         format_code_span(side["name"], cell=False) for side in (document["base"], document["new"])
     )
     lines = [f"### Traceloom: {base} → {new}", ""]
     lines.append(f"**{escape_markdown(document['sentence'])}**")
     for data_table in build_tables(document):
-        # What differs, and what the step consists of, is never cut short.
+        # Differing conditions and the parts of the step are never truncated.
         max_rows = (
             len(data_table.rows)
             if data_table.key in ("diff-conditions", "diff-parts")
@@ -186,10 +185,10 @@ def render_comparison_markdown(document: ComparisonDocument) -> str:
 def render_markdown_table(
     declared: Table, max_rows: int, *, all_columns: bool = False
 ) -> Iterator[str]:
-    """A declared table: at most so many rows, all its columns where `all_columns`, else the narrow
-    ones.
+    """Yields a declared table: at most `max_rows` rows, all its columns with `all_columns`, else
+    the narrow ones.
     """
-    # The first column is text, so what a row is about stands first.
+    # The first column is text, so that the subject of a row comes first.
     columns = sorted(
         (column for column in declared.columns if column.narrow),
         key=lambda column: column.kind != "name",
@@ -221,18 +220,18 @@ _COLORS = (
 
 @dataclass(frozen=True)
 class DisplayedReport:
-    """A report that shows itself: as HTML in a notebook, as text elsewhere.
+    """A report with a display form: HTML in a notebook, text elsewhere.
 
     Attributes:
         document: The whole report, as `traceloom report --json` prints it.
-        options: What it was made with.
+        options: The options that it was built with.
     """
 
     document: ReportDocument
     options: ReportOptions
 
     def to_dict(self) -> ReportDocument:
-        """The report document."""
+        """Returns the report document."""
         return self.document
 
     def __repr__(self) -> str:
@@ -285,7 +284,7 @@ class DisplayedReport:
 
 
 def show(session: Session, options: ReportOptions | None = None) -> DisplayedReport:
-    """The report of a session, to look at in a notebook or at a prompt.
+    """Builds the report of a session for display in a notebook or at a prompt.
 
     Example:
         >>> traceloom.show(traceloom.load("run"))  # doctest: +SKIP

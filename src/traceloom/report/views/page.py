@@ -1,8 +1,9 @@
-"""A document as one HTML file: frame, navigation, sections, which ranks are shown one by one.
+"""Renders documents as one HTML file: frame, navigation, sections, and the choice of detailed
+ranks.
 
-A page with every event of every rank of a large job would be slow and large, and nobody looks at
-sixty timelines. It shows the rank to blame, the slowest, the median and the fastest one, in one
-step, and says the command for any other.
+A page with every event of every rank of a large job would be slow and large, and nobody reads sixty
+timelines. It shows the rank to blame, the slowest, the median and the fastest one, in one step, and
+the command for any other.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ if TYPE_CHECKING:
     from traceloom.report.documents.report import RankRow
 
 
-MAX_DETAILED_RANKS = 8  # up to here every rank is shown
+MAX_DETAILED_RANKS = 8  # up to this number every rank is shown
 MAX_DETAILED_EVENTS = 1_000_000  # of all ranks together
-# Of the median step: from here on the slowest step is shown, below it the median one.
+# Relative to the median step: from here on the slowest step is shown, below it the median one.
 _SLOW_STEP_RATIO = 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class DetailedRanks:
-    """What is shown event by event.
+    """The ranks and the step that are shown event by event.
 
     Attributes:
-        positions: Places in the document's `ranks` and in the session's traces, in the order of the page.
-        roles: Why each is there, by position.
+        positions: Indices in the document's `ranks` and in the session's traces, in the order of
+            the page.
+        roles: The reason for each rank, by position.
         step: The step; None where the ranks have no steps.
-        unusual: Whether that is the slowest step, not the median one.
+        unusual: Whether it is the slowest step, not the median one.
     """
 
     positions: tuple[int, ...]
@@ -64,7 +66,7 @@ class DetailedRanks:
     unusual: bool = False
 
     def session(self, complete_session: Session) -> Session:
-        """These ranks, cut to the step."""
+        """Returns these ranks, cut to the step."""
         traces = (complete_session.traces[position] for position in self.positions)
         selected_traces = tuple(
             trace if self.step is None else cut_trace_to_steps(trace, (self.step, self.step))
@@ -73,14 +75,16 @@ class DetailedRanks:
         return replace(complete_session, traces=selected_traces)
 
     def document(self, complete_document: ReportDocument) -> ReportDocument:
-        """The document with only these ranks in what is told rank by rank."""
+        """Returns the document with only these ranks in its values per rank."""
         return {
             **complete_document,
             "ranks": [complete_document["ranks"][position] for position in self.positions],
         }
 
     def sentence(self, document: ReportDocument) -> str:
-        """What is shown, and how to see the rest; plain text, the command between backticks."""
+        """Describes what is shown, and how to see the rest; plain text, the command between
+        backticks.
+        """
         ranks = document["ranks"]
         rank_list = "; ".join(
             f"{format_rank_name(ranks[k], k)} ({self.roles[k]})" for k in self.positions
@@ -108,7 +112,7 @@ class DetailedRanks:
 
 
 def choose(document: ReportDocument, session: Session) -> DetailedRanks | None:
-    """The ranks and the step to show; None where all are few enough."""
+    """Chooses the ranks and the step to show; None where all are few enough."""
     ranks = document.get("ranks") or []
     if len(ranks) != len(session.traces) or len(ranks) < 3:
         return None
@@ -117,15 +121,17 @@ def choose(document: ReportDocument, session: Session) -> DetailedRanks | None:
     step, unusual = _choose_step(ranks)
     path = document.get("critical_path")
     if path and path.get("step") is not None and not unusual:
-        step = path["step"]  # the usual one, whose critical path is drawn
+        step = path["step"]  # the typical step, whose critical path is drawn
     roles: dict[int, str] = {}
-    busy = []  # how long a rank computes in the step (in all, without steps); the step, where no device computes
+    # Computing time of each rank in the step (in total, without steps); or its duration, where no
+    # device computes.
+    busy = []
     for rank in ranks:
         entry = next((s for s in rank.get("steps") or [] if s["step"] == step), rank)
         computes = sum(device.get("compute_ns") or 0 for device in entry.get("devices") or [])
         busy.append(computes or entry.get("duration_ns") or rank.get("window_ns") or 0)
     order = sorted(range(len(ranks)), key=lambda k: (busy[k], k))
-    # The rank that most of the waiting for other ranks goes back to, where that is known.
+    # The rank that causes most of the waiting for other ranks, where known.
     across = document.get("across_ranks")
     blamed_rank = (
         max(across["ranks"], key=lambda row: (row["root_ns"], row["blame_ns"]), default=None)
@@ -148,8 +154,8 @@ def choose(document: ReportDocument, session: Session) -> DetailedRanks | None:
 
 
 def _choose_step(ranks: list[RankRow]) -> tuple[int | None, bool]:
-    """The step to show, and whether it is the slowest: by the longest of all ranks, whole steps
-    before cut ones.
+    """Returns the step to show, and whether it is the slowest: by the longest duration over all
+    ranks, whole steps before cut ones.
     """
     lengths: dict[int, int] = {}
     for steps in (
@@ -165,7 +171,7 @@ def _choose_step(ranks: list[RankRow]) -> tuple[int | None, bool]:
     return (slowest, True) if unusual else (median, False)
 
 
-# In the order of their imports: a script only uses what stands before it.
+# In the order of their imports: a script only uses scripts before it.
 SCRIPTS = (
     "state.js",
     "units.js",
@@ -220,20 +226,21 @@ def render_page(
     view_templates: str = "",
     window: str = "",
 ) -> str:
-    """A page that needs nothing but itself. `title` and `name` are plain words, all else is HTML.
+    """Renders a self-contained page. `title` and `name` are plain text, everything else is HTML.
 
     Args:
-        title: Of the browser's tab.
-        name: Of the run.
+        title: Title of the browser's tab.
+        name: Name of the run.
         headline: The answer.
-        links: What the side bar leads to.
-        sections: Of the first view.
-        footer: How the page was made.
-        ranks: A choice of ranks.
+        links: Links of the sidebar.
+        sections: Sections of the first view.
+        footer: How the page was generated.
+        ranks: The selector of ranks.
         numbers: The key numbers.
         data: The packed events of the timeline.
-        view_templates: The other views, as templates: they are made when they are first opened.
-        window: From-to in ns: what the timeline shows.
+        view_templates: The other views, as templates: they are instantiated when they are first
+            opened.
+        window: Range of the timeline, from-to in ns.
     """
     # All modules in one script: their imports and exports resolve to names of one shared scope.
     modules = [
@@ -262,11 +269,11 @@ def render_page(
     )
     return page.encode("utf-8", "replace").decode(
         "utf-8"
-    )  # names from JSON may hold halves of surrogate pairs
+    )  # names from JSON may contain halves of surrogate pairs
 
 
 def list_sections(sections: Iterable[tuple[str, str, str, str]]) -> dict[str, str]:
-    """`links` and `sections` of a page whose sections (id, title, note, body) are not grouped."""
+    """Returns `links` and `sections` of a page with ungrouped sections (id, title, note, body)."""
     all_sections = list(sections)
     return {
         "links": "".join(f'<a href="#{key}">{title}</a>' for key, title, _, _ in all_sections),
@@ -275,8 +282,8 @@ def list_sections(sections: Iterable[tuple[str, str, str, str]]) -> dict[str, st
 
 
 def render_key_numbers(items: Iterable[tuple[str, str, str, str]]) -> str:
-    """The numbers at the head of a page: label, value, exact value for hovering (empty: it is
-    exact), what it is of.
+    """Renders the numbers at the head of a page: label, value, exact value for hovering (empty: it
+    is exact), description.
     """
     html = ""
     for label, value, exact, detail in items:
@@ -286,7 +293,7 @@ def render_key_numbers(items: Iterable[tuple[str, str, str, str]]) -> str:
 
 
 def render_rank_selector(names: Sequence[str]) -> str:
-    """The choice between the ranks that are shown one by one; nothing for a single one."""
+    """Renders the selector of the detailed ranks; empty for a single one."""
     options = "".join(
         f'<option value="{k}">{escape_html(name)}</option>' for k, name in enumerate(names)
     )
@@ -297,7 +304,9 @@ def render_rank_selector(names: Sequence[str]) -> str:
 
 
 def build_content_security_policy(scripts: list[str], style: str) -> str:
-    """Nothing may be loaded; only the scripts and the style of this page run, by their hashes."""
+    """Forbids loading anything; only the scripts and the style of this page run, by
+    their hashes.
+    """
 
     def allowed(body: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
@@ -309,7 +318,7 @@ def build_content_security_policy(scripts: list[str], style: str) -> str:
 
 
 def render_section(identity: str, title: str, note: str, body: str) -> str:
-    """A section of the page; one line where its body only says why it is missing."""
+    """Renders a section of the page; one line where its body only explains why it is missing."""
     is_missing = is_missing_section(body)
     class_attribute, note_html = (
         (' class="missing"', body) if is_missing else ("", f'<p class="quiet">{note}</p>')
@@ -321,17 +330,17 @@ def render_section(identity: str, title: str, note: str, body: str) -> str:
 
 
 def is_missing_section(body: str) -> bool:
-    """Whether a section is only one line that says why it is missing."""
+    """Whether a section is only one line that explains why it is missing."""
     return body.startswith('<p class="quiet absent">') and body.count("<p") == 1
 
 
-_MIN_FOLDED_SECTIONS = 2  # sections without anything to show that stand as they are
+_MIN_FOLDED_SECTIONS = 2  # up to so many sections without content stay unfolded
 
 
 @dataclass(frozen=True, slots=True)
 class PageSection:
-    """One section: key in the report, id in the page, title, how to read it, body, its main figure
-    in a sentence.
+    """One section: key in the report, id in the page, title, note, body, and its main figure in a
+    sentence.
     """
 
     key: str
@@ -343,13 +352,13 @@ class PageSection:
 
     @property
     def drawn(self) -> str:
-        """It as HTML."""
+        """The section as HTML."""
         return render_section(self.anchor, self.title, self.note, self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """Sections that are about the same thing: one is open at a time."""
+    """Sections on one topic: one view is open at a time."""
 
     title: str
     shown: Sequence[PageSection]
@@ -357,12 +366,12 @@ class PageView:
 
     @property
     def key(self) -> str:
-        """Its name in the address."""
+        """Its name in the URL."""
         return self.title.lower()
 
     @property
     def body(self) -> str:
-        """Its sections; those without anything to show come last, folded into one line."""
+        """Its sections; those without content come last, folded into one line."""
         visible_html = "\n".join(section.drawn for section in self.shown)
         nothing = "".join(section.drawn for section in self.missing)
         if self.shown and len(self.missing) >= _MIN_FOLDED_SECTIONS:
@@ -375,7 +384,7 @@ class PageView:
 
 
 def build_views(sections: Iterable[PageSection]) -> list[PageView]:
-    """The views that have sections; the sections that no view names come before the last view.
+    """Returns the views that have sections; sections that no view lists come before the last view.
 
     Args:
         sections: In any order.
@@ -395,7 +404,7 @@ def build_views(sections: Iterable[PageSection]) -> list[PageView]:
 
 
 def render_navigation(pages: Iterable[PageView]) -> str:
-    """The side bar: the views; below the open one its sections."""
+    """Renders the sidebar: the views; below the open one its sections."""
     out = []
     for view in pages:
         quiet = "" if view.shown else ' class="empty" title="Nothing was recorded for it"'
@@ -410,7 +419,7 @@ def render_navigation(pages: Iterable[PageView]) -> str:
 
 
 def render_view_templates(pages: Iterable[PageView]) -> str:
-    """The views that are made when they are first opened."""
+    """Renders the views that are instantiated when they are first opened."""
     return "\n".join(
         f'<template data-view="{view.key}"><h1 class="view-title">{view.title}</h1>{view.body}</template>'
         for view in pages
@@ -418,7 +427,7 @@ def render_view_templates(pages: Iterable[PageView]) -> str:
 
 
 def render_summaries(pages: Iterable[PageView]) -> str:
-    """The main figure of every section of these views, with the way to it."""
+    """Renders the main figure of every section of these views, with a link to it."""
     out = []
     for view in pages:
         lines = "".join(
@@ -438,18 +447,18 @@ def render_summaries(pages: Iterable[PageView]) -> str:
     )
 
 
-MAX_RANK_SECTIONS = 64  # whose own tables stand in the page
-_MAX_ROWS_MANY_RANKS = 500  # of one table, where the page is about many ranks
+MAX_RANK_SECTIONS = 64  # max ranks with their own tables in the page
+_MAX_ROWS_MANY_RANKS = 500  # of one table, for a page about many ranks
 
 
 def build_sections(
     document: ReportDocument, detailed: ReportDocument, reasons: Reasons
 ) -> Iterator[PageSection]:
-    """The sections that were made; of many ranks, tables have fewer rows of each.
+    """Yields the built sections; with many ranks, tables have fewer rows of each.
 
     Args:
         document: The report.
-        detailed: The same with only the ranks that are shown one by one.
+        detailed: The same with only the detailed ranks.
         reasons: Why values are unknown.
     """
     for section in (*load_core_sections(), *select_visible_sections(document)):
@@ -480,7 +489,7 @@ def _render_body(
     )
     picture = section.picture(shown_value) if shown_value else ""
     if not tables and not rank_tables and not picture:
-        # Why the section is missing, else why something that would stand in it is.
+        # Why the section is missing, else why a part of it is.
         path = section.path or section.key
         paths = [
             entry["path"]
@@ -495,7 +504,7 @@ def _render_body(
         body += render_titled_table(
             tables[0], reasons, max_rows, standalone=len(tables) == 1 and not rank_tables
         )
-    for table in tables[1:]:  # lines that unfold
+    for table in tables[1:]:  # rows that unfold
         size = f"{units.format_count(len(table.rows))} {'row' if len(table.rows) == 1 else 'rows'}"
         head = (
             f'<summary><h3>{escape(table.title)}</h3> <span class="quiet">{size}</span></summary>'
@@ -525,7 +534,7 @@ def _render_body(
 def render_titled_table(
     data_table: Table, reasons: Reasons, max_rows: int = MAX_ROWS, *, standalone: bool = True
 ) -> str:
-    """One table with its picture; with heading unless it stands alone in its section."""
+    """Renders one table with its figure; with a heading unless it is alone in its section."""
     head = "" if standalone else f"<h3>{escape(data_table.title)}</h3>"
     note = f'<p class="quiet">{render_inline_code(data_table.note)}</p>' if data_table.note else ""
     unknown_reasons = {
@@ -548,10 +557,10 @@ _ABOUT_FINDINGS = "What each fix saves by re-timing the linked graph, with the f
 
 
 def render_report_page(document: ReportDocument, session: Session) -> str:
-    """The report as one HTML page that needs nothing but itself.
+    """Renders the report as one self-contained HTML page.
 
     Args:
-        document: What `traceloom.report.run.build` made of the session.
+        document: The result of `traceloom.report.run.build` for the session.
         session: The session, for the timeline.
     """
     began = time.perf_counter()
@@ -626,7 +635,7 @@ def render_report_page(document: ReportDocument, session: Session) -> str:
 def _render_sections(
     document: ReportDocument, detailed: ReportDocument, reasons: Reasons, events: str
 ) -> list[PageSection]:
-    """All sections, in no order; `detailed` has the ranks that are shown one by one."""
+    """Returns all sections, unordered; `detailed` has only the detailed ranks."""
     data = page_head.render_notices(document["notices"], reasons) + page_head.render_inputs(
         document, reasons
     )
@@ -650,13 +659,13 @@ def _render_sections(
     ]
 
 
-MAX_MEMORY_RANKS = 8  # that are shown one by one: those with the highest peaks
-_MAX_OUT_OF_MEMORY = 8  # times that memory ran out, which are shown one by one
+MAX_MEMORY_RANKS = 8  # max detailed ranks: those with the highest peaks
+_MAX_OUT_OF_MEMORY = 8  # max detailed out-of-memory events
 RenderedSection = tuple[str, str, str, str]
 
 
 def render(document: MemoryDocument) -> str:
-    """The document as one HTML page that needs nothing but itself."""
+    """Renders the document as one self-contained HTML page."""
     reasons = Reasons(document["absent"])
     ranks = document["ranks"]
     named_entries = [(format_rank_name(entry, k), entry) for k, entry in enumerate(ranks)]
@@ -879,7 +888,7 @@ def _render_growth(
 
 
 def _render_out_of_memory(document: MemoryDocument, reasons: Reasons) -> Iterator[str]:
-    """Where memory ran out, what was alive then, and what to try first."""
+    """Yields where memory ran out, what was alive then, and what to try first."""
     entries = document["out_of_memory"]
     for number, entry in enumerate(entries[:_MAX_OUT_OF_MEMORY]):
         rank = "" if entry["rank"] is None else f"rank {entry['rank']}: "

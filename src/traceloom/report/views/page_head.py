@@ -1,6 +1,6 @@
-"""Answer, key numbers, findings, capture, inputs of a page.
+"""Renders answer, key numbers, findings, capture and inputs of a page.
 
-`capture.json` may have been written by hand: whatever is missing or of another kind is left out.
+`capture.json` may have been edited by hand: missing values and those of another type are omitted.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 
 class Reasons:
-    """The document's `absent` list, asked by path."""
+    """Looks up the document's `absent` list by path."""
 
     def __init__(self, absent: Iterable[AbsentRow]) -> None:
         self._reasons = {entry["path"]: entry["reason"] for entry in absent}
 
     def of(self, path: str, otherwise: str = "the report does not say") -> str:
-        """Why the value at `path` is unknown."""
+        """Returns why the value at `path` is unknown."""
         return self._reasons.get(path, otherwise)
 
     def columns(self, path: str) -> dict[str, str]:
-        """Why single columns of the rows at `path` are unknown, by key."""
+        """Returns why single columns of the rows at `path` are unknown, by key."""
         start = f"{path}[*]."
         return {
             key[len(start) :]: reason
@@ -49,18 +49,18 @@ class Reasons:
         }
 
     def line(self, path: str, label: str) -> str:
-        """One quiet line in place of a part that is missing."""
+        """Renders one muted line in place of a missing part."""
         return f'<p class="quiet absent"><span class="what">{label}: </span>{render_inline_code(self.of(path))}.</p>'
 
 
 NO_BREAK = "\u202f"
 _MIN_PART_SHARE = 0.01  # share of the bar below which a part is not listed on its own
-_MAX_COLOURED_CAUSES = 5  # of idle time with colours of their own
+_MAX_COLOURED_CAUSES = 5  # of idle time, with separate colours
 _PHASES = [phase.key for phase in PHASES]
 
 
 def render_headline(document: ReportDocument) -> str:
-    """The sentence and the bar below it."""
+    """Renders the sentence and the bar below it."""
     answer = document.get("answer") or {}
     parts = build_answer_parts(answer)
     total_ns = sum(ns for _, _, ns in parts)
@@ -84,7 +84,7 @@ def render_headline(document: ReportDocument) -> str:
 def _fold_small_parts(
     parts: list[tuple[str, str, int]], total_ns: int
 ) -> list[tuple[str, str, int]]:
-    """The parts with those of the same colour that are too small to see as one."""
+    """Merges parts of the same colour that are too small to see."""
     small = [part for part in parts if part[2] < total_ns * _MIN_PART_SHARE]
     out = [part for part in parts if part[2] >= total_ns * _MIN_PART_SHARE]
     for colour in dict.fromkeys(part[1] for part in small):
@@ -109,8 +109,8 @@ def _assign_cause_colours(
 
 
 def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, str]]:
-    """All key numbers that are known, those that say most first: label, value, exact value, what it
-    is of.
+    """Yields all known key numbers, the most relevant first: label, value, exact value,
+    description.
     """
     answer, ranks = document["answer"], document["ranks"]
     median = answer["step_ns"]
@@ -127,7 +127,7 @@ def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, 
             )
         yield "Step", units.format_duration(median), f"{median} ns", detail
 
-    # The time of the answer, as the sentence and the bar have it, by kind.
+    # The time of the answer by kind, as in the sentence and the bar.
     parts = answer["parts"]
     devices = [device for rank in ranks for device in rank.get("devices") or []]
     if devices and any(part["kind"] in ("compute", "communication", "memory") for part in parts):
@@ -195,7 +195,7 @@ def list_key_numbers(document: ReportDocument) -> Iterator[tuple[str, str, str, 
 
 
 def render_findings(document: ReportDocument, reasons: Reasons) -> str:
-    """The list of findings; one line that says why there are none."""
+    """Renders the list of findings; one line that explains why there are none."""
     rows = document.get("findings") or []
     if not rows:
         return reasons.line("findings", "Findings")
@@ -301,11 +301,11 @@ _STATE_LABELS = {
     "unrecorded": "not recorded",
     "early": "not recorded, before the window",
 }
-_MAX_STEPS = 2_000  # drawn of a run
+_MAX_STEPS = 2_000  # drawn steps of a run
 
 
 def render_capture(document: ReportDocument, reasons: Reasons) -> str:
-    """The recording of every rank."""
+    """Renders the recording of every rank."""
     recorded = document.get("capture")
     if not isinstance(recorded, dict):
         return reasons.line("capture", "Recording")
@@ -322,7 +322,7 @@ def render_capture(document: ReportDocument, reasons: Reasons) -> str:
 
 
 def _get_nested(row: Any, *keys: str) -> Any:
-    """The value at a path of keys; None where there is none."""
+    """Returns the value at a path of keys; None where there is none."""
     for key in keys:
         row = row.get(key) if isinstance(row, dict) else None
     return row
@@ -383,7 +383,7 @@ def _render_recording_table(ranks: list[dict[str, Any]]) -> str:
 def _render_rank_picture(
     entry: dict[str, Any], ranks: list[dict[str, Any]], document: ReportDocument
 ) -> str:
-    """The picture of one rank, shown when this rank is the chosen one."""
+    """Renders the figure of one rank, shown when this rank is selected."""
     picture = _draw_steps(entry)
     if not picture or len(ranks) == 1:
         return picture
@@ -397,7 +397,7 @@ def _render_rank_picture(
 
 
 def _draw_steps(entry: dict[str, Any]) -> str:
-    """Every step of the run as a column as high as its wall time."""
+    """Draws every step of the run as a column as high as its wall time."""
     durations, states = (
         _get_nested(entry, "steps", "duration_ns"),
         _get_nested(entry, "steps", "state"),
@@ -431,7 +431,7 @@ def _draw_steps(entry: dict[str, Any]) -> str:
 
 
 def render_notices(rows: Sequence[Cells], reasons: Reasons) -> str:
-    """What the reader must know about the data itself, the worst first."""
+    """Renders notices about the data itself, the worst first."""
     if not rows:
         return '<p class="quiet">Nothing to note: every event was read, and nothing in the data looks wrong.</p>'
     marked = [
@@ -459,7 +459,7 @@ def render_notices(rows: Sequence[Cells], reasons: Reasons) -> str:
 
 
 def render_runs(document: ReportDocument, reasons: Reasons) -> str:
-    """The runs that the inputs hold, with the command that reports each alone."""
+    """Renders the runs of the inputs, with the command that reports each alone."""
     columns = [
         Col("name", "Run", "name"),
         Col("sentence", "Answer"),
@@ -476,7 +476,7 @@ def render_runs(document: ReportDocument, reasons: Reasons) -> str:
 
 
 def render_inputs(document: ReportDocument, reasons: Reasons) -> str:
-    """The files that were read, and what they say about their recording."""
+    """Renders the files that were read, and what they state about their recording."""
     rows = []
     for row in document.get("inputs") or []:
         versions = ", ".join(f"{key} {value}" for key, value in (row.get("versions") or {}).items())

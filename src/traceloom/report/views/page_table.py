@@ -1,6 +1,6 @@
-"""Tables packed for the script.
+"""Packs tables for the script of a page.
 
-Numbers stand there as they are, each distinct text once.
+Numbers are stored unchanged, each distinct text once.
 
 base64( zlib( header length as 4 bytes, little endian | header as JSON | column | column | ... ) )
 
@@ -43,17 +43,18 @@ def render_html_table(
     max_rows: int = MAX_ROWS,
     full_command: str = "traceloom report -o report.json",
 ) -> str:
-    """A figure with one table. Its first name comes first, so that rows are told apart on every
-    screen.
+    """Renders a figure with one table. Its first name column comes first, so that rows can be
+    distinguished on every screen.
 
     Args:
-        identity: Its id in the page and in the address.
-        columns: What to show; a row lacks what it does not know. What is 0 or unknown in all rows is only named.
-        rows: In the order to be shown first; `range` (start-end in ns) lets a row be shown in the timeline.
+        identity: Its id in the page and in the URL.
+        columns: The columns; rows omit unknown values. A column that is 0 or unknown in all rows is
+            only named.
+        rows: In initial display order; `range` (start-end in ns) links a row to the timeline.
         reasons: Why a column's unknown values are unknown, by key.
-        label: What the table is about, for readers that do not see it.
-        max_rows: How many rows it has at most.
-        full_command: What writes all of them.
+        label: Description for screen readers.
+        max_rows: Max number of rows.
+        full_command: The command that writes all rows.
     """
     visible_rows = rows[:max_rows]
     lead = next((column for column in columns if column.kind == "name"), None)
@@ -92,11 +93,11 @@ def render_html_table(
 
 
 def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
-    """What `cells.js` draws a column from.
+    """Packs the data from which `cells.js` draws a column.
 
     Args:
         column: Its declaration.
-        values: Of all rows; None where unknown.
+        values: Values of all rows; None where unknown.
         reason: Why they are unknown.
     """
     entry = {
@@ -123,7 +124,7 @@ def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
         for value in values
     ]
     texts: list[str | list[str]] = []
-    for value in index_by_text:  # a name that is too long as [what is shown, all of it]
+    for value in index_by_text:  # a name that is too long becomes [displayed text, whole text]
         clean_text = sanitize(value)
         cut = fit_name(clean_text, MAX_NAME_CHARS) if column.kind == "name" else clean_name(value)
         texts.append(clean_text if cut == clean_text else [cut, clean_text])
@@ -131,16 +132,17 @@ def pack_column(column: Col, values: list[Any], reason: str) -> dict[str, Any]:
 
 
 def encode_zigzag(values: Ints) -> Ints:
-    """Signed integers as non-negative ones: 0, -1, 1, -2 become 0, 1, 2, 3."""
+    """Encodes signed integers as non-negative ones: 0, -1, 1, -2 become 0, 1, 2, 3."""
     return (values << 1) ^ (values >> 63)
 
 
 def encode_start_deltas(start: Ints, counts: list[int]) -> Ints:
-    """Differences between the starts of neighbours on a lane; the first of a lane stays as it is.
+    """Returns differences between consecutive starts on a lane; the first of a lane stays
+    unchanged.
 
     Args:
         start: Starts, lane by lane, ascending on each; none negative.
-        counts: Events of each lane.
+        counts: Number of events of each lane.
     """
     heads = np.cumsum([0, *counts])[:-1][np.asarray(counts, dtype=np.int64) > 0]
     steps = np.diff(start, prepend=0)
@@ -149,14 +151,16 @@ def encode_start_deltas(start: Ints, counts: list[int]) -> Ints:
 
 
 def encode_sparse(values: Ints, present: NDArray[np.bool_]) -> Ints:
-    """0 where absent, else one more than the (zigzag) difference to the value before."""
+    """Encodes absent values as 0, others as one plus the (zigzag) difference to the previous
+    present value.
+    """
     out = np.zeros(values.shape, dtype=np.int64)
     out[present] = encode_zigzag(np.diff(values[present], prepend=0)) + 1
     return out
 
 
 def encode_varints(values: Ints) -> bytes:
-    """Non-negative integers, each in as few seven-bit bytes as it needs."""
+    """Encodes non-negative integers in as few seven-bit bytes as each needs."""
     if not values.size:
         return b""
     if int(values.min()) < 0:
@@ -182,7 +186,7 @@ def encode_varints(values: Ints) -> bytes:
 
 
 def pack(header: dict[str, Any], columns: dict[str, Ints]) -> str:
-    """The header (any JSON) and the columns (non-negative integers, one length or another) as one
+    """Packs the header (any JSON) and the columns (non-negative integers of any lengths) into one
     line of base64.
     """
     bodies = {name: encode_varints(values) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""A document on a terminal."""
+"""Renders documents on a terminal."""
 
 from __future__ import annotations
 
@@ -77,39 +77,37 @@ _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
 def show(document: ReportDocument, options: ReportOptions, stream: TextIO) -> None:
-    """Write the report to a stream: with colours where it is a terminal that wants them, in ASCII
-    where it must be.
+    """Writes the report to a stream: with colours where it is a terminal that supports them, in
+    ASCII where required.
     """
     print_lines(partial(render, document, options), stream)
 
 
 def show_short(document: ShortReport, stream: TextIO) -> None:
-    """Write the short report of a document that was kept, as `show` does."""
+    """Writes the short report of a cached document, as `show` does."""
     print_lines(partial(render_short, document), stream)
 
 
 def show_graph(document: GraphDocument, stream: TextIO) -> None:
-    """Write the summary of a graph (`report.graph_document`) to a stream, as `show` does."""
+    """Writes the summary of a graph to a stream, as `show` does."""
     from traceloom.report import graph
 
     print_lines(partial(graph.render, document), stream)
 
 
 class _PipeSafeConsole(Console):
-    """A console that leaves it to the command line what a reader who stops reading means; Rich
-    would end with 1.
-    """
+    """Leaves the handling of a closed pipe to the command line; Rich would exit with 1."""
 
     def on_broken_pipe(self) -> None:
-        raise  # noqa: PLE0704  (Rich calls this while it handles the BrokenPipeError)
+        raise  # noqa: PLE0704 (Rich calls this while it handles the BrokenPipeError)
 
 
 def print_lines(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> None:
-    """Write the lines that `rendered` gives for the stream's width; where it is too narrow for
-    them, say so first.
+    """Writes the lines that `rendered` returns for the stream's width; warns first where it is too
+    narrow.
     """
-    stream.flush()  # what went through another layer comes first
-    # In a notebook Rich would show every line as an output of its own, and write nothing to the
+    stream.flush()  # output of other layers comes first
+    # In a notebook Rich would show every line as a separate output, and write nothing to the
     # stream.
     console = _PipeSafeConsole(
         file=unwrap_stream(stream),
@@ -131,13 +129,14 @@ def print_lines(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> No
             printed_line.plain = (
                 printed_line.plain.translate(ASCII_FALLBACKS).encode("ascii", "replace").decode()
             )
-        # Styles are ours, letters are not; those that are spelled out keep the width of the line.
+        # Styles are trusted, text is not; control characters are replaced without changing the
+        # width of the line.
         printed_line.plain = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", printed_line.plain)
         console.print(printed_line, no_wrap=True, overflow="ignore", crop=False)
 
 
 _SPACE_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|[a-zA-Zµ]{1,2}\b)")
-_MIN_WIDE_WIDTH = 100  # from here on all columns are tried
+_MIN_WIDE_WIDTH = 100  # from this width on all columns are tried
 _MIN_NAME_WIDTH = 16
 _MAX_TEXT_WIDTH = 40
 _MAX_NAME_WIDTH = 400
@@ -146,13 +145,15 @@ _DELTA_WIDTH = 15  # cells of a bar from the middle
 
 
 def render_sections(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
-    """The core and a line for each other section; with `options.only` these sections in full."""
+    """Yields the core and a line for each other section; with `options.only` these sections in
+    full.
+    """
     only = options.only
     for section in load_core_sections():
         if only is not None and section.key in only:
             yield from _render_full_section(section, document, options, width)
         elif only is None or CORE in only:
-            value = section.value(document)  # nothing where there is nothing to show
+            value = section.value(document)  # None where there is nothing to show
             if summary := section.summary(value):
                 yield from render_heading(section.title, "", width)
                 for part in wrap_sentence(summary, width - 2):
@@ -180,7 +181,7 @@ def render_sections(document: ReportDocument, options: ReportOptions, width: int
 
 
 def wrap_sentence(text: str, width: int) -> list[str]:
-    """Lines of a sentence; numbers stay with their units."""
+    """Wraps a sentence; numbers stay with their units."""
     protected_text = _SPACE_BEFORE_UNIT.sub("\u00a0", sanitize(text))
     return [
         line.replace("\u00a0", " ")
@@ -196,7 +197,7 @@ def _render_full_section(
     yield from render_heading(section.title, section.note, width)
     tables = list(section.tables(value)) if value else []
     if not tables:
-        # The reason for the section, else for what would stand in it.
+        # The reason for the section, else for a part of it.
         reasons = {entry["path"]: entry["reason"] for entry in document["absent"]}
         section_path = section.path or section.key
         nested_reason = next(
@@ -213,9 +214,7 @@ def _render_full_section(
 
 
 def render_declared_table(table: Table, options: ReportOptions, width: int) -> Iterator[Text]:
-    """A declared table: heading, as many columns as there is room for, the first `options.top`
-    rows.
-    """
+    """Yields a declared table: heading, as many columns as fit, the first `options.top` rows."""
     rows = select_top_rows(table, options)
     if not rows:
         return
@@ -233,7 +232,8 @@ def render_declared_table(table: Table, options: ReportOptions, width: int) -> I
         for c in table.columns
         if c is not last and (c.narrow or width >= _MIN_WIDE_WIDTH)
     ]
-    # What is kept, else the first; of the others as many, from the left, as the width has room for.
+    # The columns that are always kept, else the first one; of the others as many as fit, from the
+    # left.
     selected = [column for column in tried if column.declared.kept] or tried[:1]
     width_left = (
         width
@@ -257,7 +257,7 @@ def render_declared_table(table: Table, options: ReportOptions, width: int) -> I
     cell_rows = list(zip(*(column.cells for column in columns), strict=True)) or [()] * len(rows)
     if last is None:
         wrapped: list[tuple[Cell, ...]] = []
-        for row in cell_rows:  # texts that have too little room take several lines
+        for row in cell_rows:  # texts that do not fit take several lines
             rooms = [column.size - 2 for column in columns]
             wrapped_cells = [
                 textwrap.wrap(cell, width_left)
@@ -288,11 +288,11 @@ def render_declared_table(table: Table, options: ReportOptions, width: int) -> I
 
 
 class _Column:
-    """A column that is tried: `size` cells of the terminal with the gap before it."""
+    """A candidate column: `size` cells of the terminal including the gap before it."""
 
     def __init__(self, declared: Col, rows: Sequence[Mapping[str, Any]]) -> None:
         values = [row.get(declared.key) for row in rows]
-        # Before a heading stands the pattern of its part of the bar beside it.
+        # A heading is preceded by the pattern of its part of the bar.
         fill = (BAR_FILLS[declared.swatch], " ") if declared.swatch else ()
         self.declared = declared
         self.head = TextColumn(
@@ -325,9 +325,7 @@ _MAX_STEPS_SPARKLINE_WIDTH = 40
 
 
 def build_short_report(document: ReportDocument) -> ShortReport:
-    """What the short report draws of a document: the sentences of sections instead of what they are
-    made of.
-    """
+    """Builds the data of the short report: sentences of sections instead of their values."""
     return {
         "name": document["name"],
         "answer": document["answer"],
@@ -351,19 +349,21 @@ def build_short_report(document: ReportDocument) -> ShortReport:
 
 
 def render(document: ReportDocument, options: ReportOptions, width: int) -> Iterator[Text]:
-    """The lines of the report, none wider than `width` but for commands, which stand whole."""
+    """Yields the lines of the report, none wider than `width` except commands, which
+    are never cut.
+    """
     if options.only is None and not options.full and not document["runs"]:
         yield from render_short(build_short_report(document), width)
         return
     yield from truncate_lines(_render_report_lines(document, options, width), width)
-    for run in document["runs"]:  # the answer of each, and the command that reports it
+    for run in document["runs"]:  # the answer of each run, and the command that reports it
         yield Text("")
         yield from render_paragraph(run["sentence"], width)
         yield Text(" " + sanitize(run["command"]), DIM_STYLE, overflow="ignore")
 
 
 def render_short(document: ShortReport, width: int) -> Iterator[Text]:
-    """The same of the short report, which is of one run."""
+    """Yields the lines of the short report, which is about one run."""
     yield from truncate_lines(
         chain(_render_head(document, width), render_summary(document, width)), width
     )
@@ -386,7 +386,7 @@ def _render_report_lines(
 
 
 def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator[Text]:
-    """What it is about, and the answer."""
+    """Yields the subject and the answer."""
     facts = []
     if ranks := document["ranks"]:
         world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
@@ -409,7 +409,7 @@ def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator
 
 
 def _render_runs(document: ReportDocument, width: int) -> Iterator[Text]:
-    """One line per run."""
+    """Yields one line per run."""
     if not document["runs"]:
         return
     yield from render_heading("Runs", "", width)
@@ -423,7 +423,7 @@ def _render_runs(document: ReportDocument, width: int) -> Iterator[Text]:
         for run in document["runs"]
     ]
     columns = [TextColumn("ranks"), TextColumn("time"), TextColumn("steps"), TextColumn("events")]
-    # Paths without the folders that all of them share.
+    # Paths without their common folders.
     paths = [PurePath(run["name"]) for run in document["runs"]]
     folders = zip(*(path.parts[:-1] for path in paths), strict=False)
     shared = len(list(takewhile(lambda parts: len(set(parts)) == 1, folders)))
@@ -432,7 +432,7 @@ def _render_runs(document: ReportDocument, width: int) -> Iterator[Text]:
 
 
 def render_summary(document: ShortReport, width: int) -> Iterator[Text]:
-    """What stands below the answer, in some twenty lines."""
+    """Yields the part below the answer, about twenty lines."""
     times: dict[str, int] = {}
     for _, group, ns in build_answer_parts(document["answer"]):
         times[group] = times.get(group, 0) + ns
@@ -492,7 +492,7 @@ def render_summary(document: ShortReport, width: int) -> Iterator[Text]:
 
 
 def _truncate(lines: Sequence[str], max_lines: int) -> Sequence[str]:
-    """The first lines; an ellipsis ends the last of them where there are more."""
+    """Returns the first lines; an ellipsis ends the last one where there are more."""
     return (
         lines
         if len(lines) <= max_lines
@@ -501,7 +501,9 @@ def _truncate(lines: Sequence[str], max_lines: int) -> Sequence[str]:
 
 
 def render_recording(document: ReportDocument, width: int) -> Iterator[Text]:
-    """The recording as the first rank saw it; nothing where the run was not recorded by traceloom."""
+    """Yields the recording as seen by the first rank; nothing where the run was not recorded by
+    traceloom.
+    """
     ranks = _get_nested(document["capture"], list, "ranks") or []
     first = ranks[0] if ranks and isinstance(ranks[0], dict) else None
     if first is None:
@@ -538,8 +540,8 @@ def render_recording(document: ReportDocument, width: int) -> Iterator[Text]:
 
 
 def _get_nested(value: Any, kind: Any, *keys: str) -> Any:
-    """What stands below these keys of `capture.json`, which others may have touched: None if it is
-    of another kind.
+    """Returns the value below these keys of `capture.json`, which may have been edited: None if it
+    is of another type.
     """
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
@@ -548,13 +550,13 @@ def _get_nested(value: Any, kind: Any, *keys: str) -> Any:
 
 _BAR_WIDTH = 12
 _COLOR = "#3b82d6"
-_MAX_DEPTH = 3  # of what was alive when memory ran out
-_MAX_OUT_OF_MEMORY = 3  # ends that are shown; more ranks mostly say the same
-_MIN_BRANCH_SHARE = 0.01  # of the instant; smaller branches are not opened
+_MAX_DEPTH = 3  # of the tree of memory that was alive at an out-of-memory event
+_MAX_OUT_OF_MEMORY = 3  # out-of-memory events that are shown; further ranks are mostly alike
+_MIN_BRANCH_SHARE = 0.01  # of the memory at the instant; smaller branches stay closed
 
 
 def render_memory(document: MemoryDocument, options: MemoryOptions, width: int) -> Iterator[Text]:
-    """The lines, none wider than `width`."""
+    """Yields the lines, none wider than `width`."""
     yield from truncate_lines(_render_memory_report(document, options, width), width)
 
 
@@ -564,7 +566,7 @@ def _render_memory_report(
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width, "bold")
-    # Where memory ran out, what was alive then and what to try first, the most useful first
+    # Where memory ran out, what was alive then, and suggestions, the most useful first
     out_of_memory_rows = document["out_of_memory"]
     for end in out_of_memory_rows[:_MAX_OUT_OF_MEMORY]:
         name = (
@@ -595,7 +597,7 @@ def _render_memory_report(
                 f"allocator{retries}"
             )
             yield from render_paragraph(text, width)
-        # What was alive when memory ran out: the heaviest branches, down to modules.
+        # What was alive when memory ran out: the largest branches, down to modules.
         table = tables.build_out_of_memory_table(end, "alive")
         rows = [row for row in table.rows if 0 < row["depth"] <= (options.depth or _MAX_DEPTH)]
         yield from render_declared_table(
@@ -636,7 +638,7 @@ def _render_memory_report(
         for entry in document["ranks"]
         if (reason := explain_unknown_growth(entry)) is not None
     ]
-    if untold:  # that nothing is said of growth does not mean that nothing grows
+    if untold:  # unknown growth does not mean that nothing grows
         yield Text("")
         yield from render_paragraph(
             f"What grows from step to step cannot be determined: {untold[0]}.", width
@@ -733,7 +735,7 @@ def _render_memory(
 def _expand_tree(
     rows: list[MemoryNodeRow], options: MemoryOptions
 ) -> list[tuple[int, str, MemoryNodeRow]]:
-    """The tree opened where it is heavy: the largest branches first, chains of one as one line.
+    """Opens the tree at large branches: the largest first, chains of single children as one line.
 
     Returns:
         Indentation, label, row.

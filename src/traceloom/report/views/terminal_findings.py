@@ -1,4 +1,4 @@
-"""Findings and notices on a terminal."""
+"""Renders findings and notices on a terminal."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _MAX_FINDINGS = 5
 _MAX_BRIEF_FINDINGS = 3
 _BAR_WIDTH = 10
 _SEVERITY_STYLES = {"high": "#d55e00", "medium": "#e08a00", "low": "bright_black"}
-_TITLE_INDENT = 21  # cells of figures and bar
+_TITLE_INDENT = 21  # cells of values and bar
 _RESERVED_WIDTH = _TITLE_INDENT + 3
 
 
 def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iterator[Text]:
-    """The findings, the first five of them where not asked for in full; with advice, evidence and
-    page in full.
+    """Yields the findings, only the first five without `full`; with advice, evidence and page with
+    it.
     """
     rows = document.get("findings") or []
     ground = document.get("findings_ground")
@@ -75,8 +75,8 @@ def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iter
 def render_brief_findings(
     rows: list[FindingRow], ground: FindingsGroundValue | None, width: int
 ) -> Iterator[Text]:
-    """The first three findings: two lines of each at most, and one for the frame that holds most of
-    its host time.
+    """Yields the first three findings: at most two lines of each, and one for the frame with most
+    of its host time.
     """
     if ground is None:
         return
@@ -85,7 +85,7 @@ def render_brief_findings(
     )
     basis = re.split(" from |, the middle", ground["basis"])[
         0
-    ]  # of what, without how that is counted
+    ]  # the text without the method of counting
     yield from render_heading("What to fix first", f"{count_text}savings {basis}", width)
     if not rows:
         yield Text(" Nothing that is worth half a per cent of the time.")
@@ -99,8 +99,8 @@ def render_brief_findings(
 def _render_finding(
     row: FindingRow, width: int, *, full: bool, max_lines: int | None = None
 ) -> Iterator[Text]:
-    """The lines of a finding; the name of its rule stands at the end of so many, which leave out
-    the range it saves.
+    """Yields the lines of a finding; with `max_lines`, the rule's name ends them, and the range of
+    the saving is omitted.
     """
     if row["list"] == "time":
         fraction = row["saving_fraction"] or 0.0
@@ -119,7 +119,7 @@ def _render_finding(
     prefix = Text.assemble(
         " ", (f"{figure:>8}", f"bold {style}"), " ", bar, " " * (_BAR_WIDTH - bar.cell_len + 1)
     )
-    saving_range = ""  # which values the saving lies between, by the steps of the window
+    saving_range = ""  # the values that the saving lies between, by the steps of the window
     if max_lines is None and row["saving_ns"] and row["saving_low_ns"] is not None:
         low, high = (
             units.format_duration(row["saving_low_ns"]),
@@ -162,7 +162,7 @@ def _render_finding(
 
 
 def _render_hottest_frame(row: FindingRow, width: int) -> Iterator[Text]:
-    """One line for the frame that holds most of the host time; none where the title names it."""
+    """Yields one line for the frame with most of the host time; none where the title names it."""
     for hot in (HotFrame(**frame) for frame in row["frames"][:1]):
         if f"{hot.file}({hot.line})" in row["title"]:
             continue
@@ -235,7 +235,7 @@ def _describe_evidence(row: FindingRow) -> Iterator[str]:
 def render_notices(
     rows: Sequence[Cells], rank_count: int, options: ReportOptions, width: int
 ) -> Iterator[Text]:
-    """What the user must know about the data of so many ranks, worst first."""
+    """Yields notices about the data of `rank_count` ranks, the worst first."""
     distinct = merge_notices(rows, rank_count)
     messages = []
     for notice in distinct:
@@ -247,7 +247,7 @@ def render_notices(
 
 
 def render_notice_lines(messages: Sequence[tuple[str, str]], width: int) -> Iterator[Text]:
-    """Severity and text of each; nothing where there are none."""
+    """Yields severity and text of each; nothing where there are none."""
     if messages:
         yield from render_heading("Notices", "what to know about the data", width)
     for severity, message in messages:

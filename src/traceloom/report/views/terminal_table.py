@@ -1,7 +1,7 @@
-"""Aligned columns, bars, colours.
+"""Aligned columns, bars and colours of a terminal.
 
-Every kind of time has a colour and a pattern, so that a bar can be read without colour too. Colours
-are told apart by people with any common colour blindness and on light and dark backgrounds.
+Every kind of time has a colour and a pattern, so that a bar can be read without colour too. The
+colours are distinguishable with any common colour blindness and on light and dark backgrounds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SEVERITY_STYLES = {
 }
 DIM_STYLE = "bright_black"
 
-# What an output that knows no Unicode shows instead.
+# Replacements on an output without Unicode.
 ASCII_FALLBACKS = str.maketrans(
     {
         "█": "#",
@@ -87,9 +87,9 @@ _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 14, 64
 
 
 def render_heading(title: str, note: str, width: int) -> Iterator[Text]:
-    """A section's heading after a blank line; a long note stands below it.
+    """Yields a section's heading after a blank line; a long note follows below it.
 
-    Those of strangers are made harmless.
+    Untrusted text is sanitized.
     """
     title, note = sanitize(title), sanitize(note)
     yield Text("")
@@ -103,16 +103,16 @@ def render_heading(title: str, note: str, width: int) -> Iterator[Text]:
 def render_paragraph(
     text: str, width: int, style: str = "", indent: int = len(_INDENT)
 ) -> Iterator[Text]:
-    """Words as indented lines; those of strangers made harmless."""
+    """Yields text as indented lines; untrusted text is sanitized."""
     for line in textwrap.wrap(sanitize(text), width - indent - 1, break_on_hyphens=False):
         yield Text(" " * indent + line, style)
 
 
 def truncate_lines(lines: Iterable[Text], width: int) -> Iterator[Text]:
-    """The lines; those that are wider end with an ellipsis, as with names whose letters take two
-    cells each.
+    """Truncates wider lines with an ellipsis, for example names whose characters take two cells
+    each.
 
-    What has to stand whole, as a command, says so by its `overflow` of "ignore".
+    A line that must not be truncated, such as a command, has `overflow` "ignore".
     """
     for line in lines:
         if line.cell_len > width and line.overflow != "ignore":
@@ -122,7 +122,7 @@ def truncate_lines(lines: Iterable[Text], width: int) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class TextColumn:
-    """A column: its heading and on which side its cells stand."""
+    """A column: its heading and the alignment of its cells."""
 
     heading: Cell
     right: bool = True
@@ -134,13 +134,13 @@ def render_bar_table(
     draw_row_bar: Callable[[int, int], Text],
     width: int,
 ) -> list[Text]:
-    """Rows with a bar at the end of each, or below it where too little room is left.
+    """Renders rows with a bar at the end of each, or below it where it does not fit.
 
     Args:
         columns: All columns but the bar.
         rows: Their cells.
-        draw_row_bar: (row number, cells that are left) -> the bar.
-        width: Of the whole line.
+        draw_row_bar: (row number, remaining cells) -> the bar.
+        width: Width of the whole line.
     """
     without_bars = render_table(columns, rows, ("", lambda *_: ""), width)
     bar_width = width - max(line.cell_len for line in without_bars) - len(_GAP)
@@ -162,13 +162,14 @@ def render_table(
     last_column: tuple[Cell, Callable[[int, int], Cell]],
     width: int,
 ) -> list[Text]:
-    """The heading and one line per row.
+    """Renders the heading and one line per row.
 
     Args:
         columns: All columns but the last.
         rows: Their cells.
-        last_column: Heading of the last column, and what stands there: (row number, cells that are left) -> text.
-        width: Of the whole line.
+        last_column: Heading of the last column, and its cells: (row number, remaining cells) ->
+            text.
+        width: Width of the whole line.
     """
     last_heading, make_last_cell = last_column
     table = [
@@ -202,8 +203,8 @@ _EIGHTH_BLOCKS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 
 
 def allocate_cells(parts: Sequence[int], width: int) -> list[int]:
-    """How many of `width` cells each part gets: by largest remainder, at least one where the part
-    is not zero.
+    """Returns how many of `width` cells each part gets: by largest remainder, at least one where
+    the part is not zero.
     """
     total = sum(parts)
     if total <= 0 or width <= 0:
@@ -221,8 +222,8 @@ def allocate_cells(parts: Sequence[int], width: int) -> list[int]:
 
 
 def draw_stacked_bar(bar: Bar, width: int) -> Text:
-    """A stacked bar, as many of `width` cells long as it is of the longest (empty where all parts
-    are nothing).
+    """Draws a stacked bar; its share of `width` cells is its ratio to the longest bar (empty where
+    all parts are zero).
     """
     bar_text = Text()
     length = (
@@ -241,15 +242,13 @@ def draw_stacked_bar(bar: Bar, width: int) -> Text:
 
 
 def draw_bar(fraction: float, width: int, style: str) -> Text:
-    """A bar of a share, to an eighth of a cell; at least that where the share is not nothing."""
+    """Draws a share as a bar, to an eighth of a cell; at least that where the share is not zero."""
     eighths = min(width * 8, max(round(fraction * width * 8), 1 if fraction > 0 else 0))
     return Text("█" * (eighths // 8) + _EIGHTH_BLOCKS[eighths % 8], style)
 
 
 def draw_signed_bar(difference: int, largest: int, width: int) -> Text:
-    """A difference as a bar: to the right of the line in the middle what takes longer, to the left
-    what takes less.
-    """
+    """Draws a difference as a bar: increases to the right of the middle, decreases to the left."""
     half = (width - 1) // 2
     bar = "█" * round(half * abs(difference) / max(largest, 1))
     left_part, right = (bar or "▕", "") if difference < 0 else ("", bar or "▏" * bool(difference))
@@ -259,8 +258,8 @@ def draw_signed_bar(difference: int, largest: int, width: int) -> Text:
 
 
 def draw_sparkline(values: Sequence[float], width: int) -> str:
-    """The values (>= 0) as at most `width` small bars; neighbours share one, which shows the
-    largest of them.
+    """Draws the values (>= 0) as at most `width` small bars; neighbours share one, which shows
+    their max.
     """
     if not values:
         return ""

@@ -1,12 +1,12 @@
-"""Events packed for the canvas; stacks and telemetry as overlay.
+"""Packs events for the canvas, with stacks and telemetry as overlay.
 
-Events stand lane by lane, in the order of their start. Times are nanoseconds relative to the
+Events are stored lane by lane, in the order of their start. Times are nanoseconds relative to the
 session's epoch, divided by their greatest common divisor (`unit_ns`). References (`launch`,
-`forward`) are positions in the payload plus one,
-0 for none. `clip` is what nesting cuts off the end of a span. The script derives rows (nesting, overlap) and steps from
-these, as the reader derives them.
+`forward`) are positions in the payload plus one, 0 for none. `clip` is the part that nesting cuts
+off the end of a span. The script derives rows (nesting, overlap) and steps from these, as the
+reader does.
 
-Only views do this: no analysis takes stack samples for events, or telemetry for counters of the
+Only views do this: no analysis treats stack samples as events, or telemetry as counters of the
 trace.
 """
 
@@ -61,7 +61,7 @@ _BUCKETS = 500
 
 
 def build_counters(trace: Trace) -> pl.DataFrame:
-    """All curves of a trace: name, time_ns, value; ordered by curve and time."""
+    """Returns all curves of a trace: name, time_ns, value; ordered by curve and time."""
     curves = []
     for (kind, device), curve in analyze.memory(trace).curve.group_by(
         "device_type", "device", maintain_order=True
@@ -81,7 +81,7 @@ def build_counters(trace: Trace) -> pl.DataFrame:
 
 
 def build_non_memory_counters(trace: Trace) -> pl.DataFrame:
-    """The same without the curves of memory, which the page has from the report."""
+    """As `build_counters`, without the curves of memory, which the page has from the report."""
     curves = [pl.DataFrame(schema=SCHEMA)]
     for (device,), work in trace.gpu_work().group_by("device", maintain_order=True):
         start = work["start_ns"].to_numpy()
@@ -110,8 +110,8 @@ def _build_curve(name: str, time_ns: Ints, value: NDArray[np.float64]) -> pl.Dat
 
 
 def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float64]]:
-    """Per cent of each of 500 equal parts of the window in which at least one span runs; ends with
-    0.
+    """Returns the percentage of each of 500 equal parts of the window in which at least one span
+    runs; ends with 0.
 
     Args:
         start: Starts of the spans, sorted.
@@ -121,7 +121,7 @@ def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float
     fresh = np.append(True, start[1:] > reach[:-1])
     low = start[fresh]
     high = reach[np.append(np.flatnonzero(fresh)[1:] - 1, start.size - 1)]
-    # From the first start on: nanoseconds since 1970 are beyond what a float holds exactly.
+    # Relative to the first start: nanoseconds since 1970 exceed the exact range of floats.
     edges = np.unique(
         low[0] + np.linspace(0, int(high[-1] - low[0]), _BUCKETS + 1).astype(np.int64)
     )
@@ -135,7 +135,9 @@ def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float
 
 
 def _count_queued_launches(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
-    """Launched and not yet begun: up at each launch, down at each start on the device."""
+    """Counts launched work that has not begun: up at each launch, down at each start on
+    the device.
+    """
     launched = work.drop_nulls("launch")
     if not launched.height:
         return pl.DataFrame(schema=SCHEMA)
@@ -143,7 +145,7 @@ def _count_queued_launches(trace: Trace, work: pl.DataFrame, name: str) -> pl.Da
     steps = pl.concat(
         [
             pl.DataFrame({"time_ns": begun, "change": 1}),
-            # A kernel that seems to start before its launch (clocks) never waited.
+            # A kernel that seems to start before its launch (clock error) never waited.
             pl.DataFrame(
                 {
                     "time_ns": pl.select(
@@ -196,13 +198,13 @@ _MAX_CURVE_POINTS = 600  # of a curve
 
 @dataclass(frozen=True, slots=True)
 class TimelinePayload:
-    """The packed payload and what it leaves out.
+    """The packed payload and what it omits.
 
     Attributes:
-        payload: Base64 text, see `packing`.
-        shown: Events in it.
-        omitted: Events left out, by category; empty when all are there.
-        window: From-to in ns of the document's times: what it shows.
+        payload: Base64 text, see `traceloom.report.views.page_table`.
+        shown: Number of events in it.
+        omitted: Number of omitted events by category; empty when all are included.
+        window: Its range, from-to in ns of the document's times.
     """
 
     payload: str
@@ -220,18 +222,19 @@ def build(
     path: CriticalPathValue | None = None,
     epoch_ns: int | None = None,
 ) -> TimelinePayload:
-    """Pack the events of a session.
+    """Packs the events of a session.
 
     Args:
         session: All traces; one without events gets lanes without events.
         communication: Names of the kernels that are communication; all others count as compute.
         curves: The memory curves of the report document.
-        limit: The most events to embed, shared fairly between the ranks; see `_ordered` for which go first.
+        limit: Max number of embedded events, shared fairly between the ranks; see `_select_events`
+            for their priority.
         path: The critical path of the report document, where it has one.
-        epoch_ns: What the times of the document count from; the session's own epoch where None.
+        epoch_ns: Time zero of the document; the session's own epoch if None.
     """
     shift = 0 if epoch_ns is None else session.epoch_ns - epoch_ns
-    # All events of small traces; what is left is shared evenly by the large ones.
+    # Small traces keep all events; the rest of the limit is shared evenly by the large ones.
     sizes = [trace.events.height for trace in session.traces]
     quota, remaining = [0] * len(sizes), limit
     for done, index in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -252,7 +255,7 @@ def build(
         positions.append(position_of_event)
         first += part.height
     columns, tables = _build_columns(session, parts, positions, [lane["count"] for lane in lanes])
-    # The labels of communication: kernels by name, annotations that have a collective.
+    # Names of communication: kernels by name, annotations of a collective.
     collective_names = {sanitize(name) for name in communication}
     for trace in session.traces:
         collectives = trace.events["name"].gather(trace.collectives["event"])
@@ -290,8 +293,8 @@ def build(
 def _build_path(
     session: Session, lanes: list[dict[str, Any]], path: CriticalPathValue | None, shift: int
 ) -> dict[str, Any] | None:
-    """The critical path as [lane, start, end]; None where there is none, or where none of it is on
-    a lane.
+    """Returns the critical path as [lane, start, end]; None where there is none, or where none of
+    it is on a lane.
     """
     ranks: dict[Any, int] = {}
     for number, trace in enumerate(session.traces):
@@ -322,7 +325,7 @@ def _build_path(
 
 
 def _sort_lanes(trace: Trace, number: int) -> pl.DataFrame:
-    """The trace's lanes in the order they are shown: GPU streams, then host threads, the busiest
+    """Returns the trace's lanes in display order: GPU streams, then host threads, the busiest
     first.
     """
     main = pl.col("process") == pl.col("thread")
@@ -356,10 +359,10 @@ def _sort_lanes(trace: Trace, number: int) -> pl.DataFrame:
 
 
 def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFrame:
-    """The kept events, lane by lane, with their facts.
+    """Returns the kept events, lane by lane, with their facts.
 
-    Kept are the most useful: GPU work, annotations and collectives first, Python frames last, long
-    before short.
+    The most useful events are kept: GPU work, annotations and collectives first, Python frames
+    last, long before short.
     """
     columns = [
         "event",
@@ -415,7 +418,7 @@ def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFram
 
 
 def _build_launch_facts(trace: Trace) -> pl.DataFrame:
-    """How the kernels were launched, as texts of facts: event, facts."""
+    """Returns the launch configurations of kernels, as texts of facts: event, facts."""
     sizes = {
         dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(
             dimension
@@ -439,7 +442,7 @@ def _build_launch_facts(trace: Trace) -> pl.DataFrame:
 
 
 def _build_model_facts(trace: Trace) -> pl.DataFrame:
-    """FLOPs and bytes of GPU work, as models of operators have them, as texts of facts: event,
+    """Returns FLOPs and bytes of GPU work from models of operators, as texts of facts: event,
     facts.
     """
     work = select_modelled_work(trace)
@@ -460,7 +463,7 @@ def _build_model_facts(trace: Trace) -> pl.DataFrame:
 def _build_columns(
     session: Session, parts: list[pl.DataFrame], positions: list[Ints], counts: list[int]
 ) -> tuple[dict[str, Ints], dict[str, Any]]:
-    """The payload's columns, and the tables of texts that they point into."""
+    """Returns the payload's columns, and the tables of texts that they refer to."""
     events = pl.concat(parts)
     start = events["start_ns"].to_numpy() - session.epoch_ns
     duration = events["duration_ns"].to_numpy()
@@ -495,7 +498,7 @@ def _build_columns(
 
 
 def _encode_links(column: str, parts: list[pl.DataFrame], positions: list[Ints]) -> Ints:
-    """References between events as positions in the payload; to an event that was left out: none."""
+    """Encodes references between events as positions in the payload; 0 for an omitted event."""
     targets = []
     for part, position_of_event in zip(parts, positions, strict=True):
         row = part[column]
@@ -508,8 +511,8 @@ def _encode_links(column: str, parts: list[pl.DataFrame], positions: list[Ints])
 def _encode_distinct(
     events: pl.DataFrame, columns: list[str]
 ) -> tuple[Ints, list[tuple[Any, ...]]]:
-    """Distinct values, the frequent ones first, and for each event the number of its value from 1
-    (0: null).
+    """Returns distinct values, the frequent ones first, and for each event the number of its value
+    from 1 (0: null).
     """
     distinct = (
         events.select(columns)
@@ -527,8 +530,8 @@ def _encode_distinct(
 
 
 def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
-    """What the timeline shows of a rank beside its events: steps, the memory curves and other
-    curves.
+    """Returns the values of a rank besides its events: steps, the memory curves and
+    other curves.
     """
     memory = []
     for curve in curves:
@@ -537,7 +540,7 @@ def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow])
         curve_data = {
             key: curve[key] for key in ("device_type", "device", "time_ns", "allocated_bytes")
         }
-        if shift:  # times count from the chosen steps; what lies outside them is left out
+        if shift:  # times count from the chosen steps; values outside them are omitted
             time = np.asarray(curve["time_ns"], dtype=np.int64) - shift
             in_trace = (time >= 0) & (time <= trace.end_ns - trace.start_ns)
             curve_data["time_ns"] = time[in_trace].tolist()
@@ -556,10 +559,10 @@ def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow])
 
 
 def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
-    """The curves of one rank: name, time_ns (relative to the epoch), values; each at most about 600
-    points.
+    """Returns the curves of one rank: name, time_ns (relative to the epoch), values; each at most
+    about 600 points.
 
-    A value holds from its time to the next. Curves that are 0 all the time are left out.
+    A value holds from its time to the next. Curves that are always 0 are omitted.
     """
     out = []
     curves = build_non_memory_counters(trace).sort("time_ns", maintain_order=True)
@@ -580,8 +583,8 @@ def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
 
 
 def downsample_extremes(value: Floats, limit: int) -> NDArray[np.int64]:
-    """Positions of the first, last, lowest and highest of equal stretches, ascending: at most about
-    `limit`.
+    """Returns positions of the first, last, lowest and highest value of equal stretches, ascending:
+    about `limit` at most.
     """
     if value.size <= limit:
         return np.arange(value.size)
@@ -596,8 +599,7 @@ def downsample_extremes(value: Floats, limit: int) -> NDArray[np.int64]:
 
 
 _METRIC_PREFIX = "traceloom_"
-# Of some hundred series those whose shape explains a timeline; the others are in the telemetry
-# file.
+# Of some hundred series, those that explain a timeline; the others are in the telemetry file.
 _SHOWN_METRICS = (
     "gpu_power_watts",
     "gpu_sm_active_ratio",
@@ -610,8 +612,8 @@ _SHOWN_METRICS = (
     "process_cpu_seconds_total",
     "process_disk_bytes_total",
 )
-# A call as it is shown: the function first, and of its file what is not the place where packages,
-# or programs, are.
+# Display form of a call: the function first, then its file without the directory of packages or
+# programs.
 _NAME_REPLACEMENTS = (
     (r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/", ""),
     (r"^/.*/", ""),
@@ -630,7 +632,7 @@ _REFERENCES = ("parent", "op", "launch")
 
 
 class _Span(NamedTuple):
-    """A call that was seen; `caller` is its number among those of the thread."""
+    """A call seen in samples; `caller` is its number among those of the thread."""
 
     name: str
     start_ns: int
@@ -640,11 +642,11 @@ class _Span(NamedTuple):
 
 
 def add_overlay(session: Session) -> Session:
-    """The session with stack samples as spans of lanes of their own; telemetry and allocated memory
-    as counters.
+    """Returns the session with stack samples as spans on separate lanes; telemetry and allocated
+    memory as counters.
 
-    All are cut to the time of the trace. The counters of a host stand in the first of its traces;
-    counters that only grow become rates per second.
+    All are cut to the time of the trace. The counters of a host are added to the first of its
+    traces; counters that only increase become rates per second.
     """
     if (
         not session.samples.height
@@ -725,10 +727,10 @@ def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
 
 
 def _build_spans(samples: Iterable[tuple[int, int, list[str]]], low: int, high: int) -> list[_Span]:
-    """Calls from the samples of a thread (time, period, stack), in order of their start, between
+    """Builds calls from the samples of a thread (time, period, stack), ordered by start, between
     two times.
 
-    A call goes on for as long as it is seen in sample after sample with the same callers.
+    A call lasts as long as consecutive samples contain it with the same callers.
     """
     spans: list[_Span] = []
     open_calls: list[int] = []  # numbers of spans, the outermost first
@@ -770,7 +772,7 @@ def _build_overlay_lanes(samples: pl.DataFrame, spans: pl.DataFrame, first: int)
     rows = rows.join(counted, on="lane", how="left", maintain_order="left").with_columns(
         pl.col("events", "busy_ns").fill_null(0)
     )
-    # Without a process it stands behind the threads of the trace, and is none of them.
+    # Without a process the lane follows the threads of the trace, and is distinct from them.
     return rows.select(
         (pl.col(name) if name in rows.columns else pl.lit(None)).cast(kind).alias(name)
         for name, kind in SCHEMAS["lanes"].items()
@@ -797,7 +799,7 @@ def _add_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
         name = str(metric).removeprefix(_METRIC_PREFIX)
         curve = curve.unique("time_ns", keep="last", maintain_order=True)  # noqa: PLW2901
         if kind == "counter":
-            # What grew between two readings is known at the second; a value holds from its time on.
+            # Growth between two readings is known at the second; a value holds from its time on.
             rate = pl.col("value").diff().shift(-1) / pl.col("time_ns").diff().shift(-1) * 1e9
             curve = curve.with_columns(value=rate).drop_nulls("value").filter(pl.col("value") >= 0)  # noqa: PLW2901
             name = name.removesuffix("_total") + "/s"
@@ -806,7 +808,7 @@ def _add_telemetry(trace: Trace, telemetry: pl.DataFrame) -> Trace:
 
 
 def _add_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
-    """The bytes that each allocator has given out: as it says itself, else since the recording
+    """Adds the bytes allocated by each allocator: as it reports them, else since the recording
     began.
     """
     curves = []
@@ -821,7 +823,9 @@ def _add_allocations(trace: Trace, allocations: pl.DataFrame) -> Trace:
 
 
 def _add_counters(trace: Trace, curves: list[tuple[str, str, pl.DataFrame]]) -> Trace:
-    """The trace with curves (name, key, values by time) among its counters, cut to its time."""
+    """Returns the trace with curves (name, key, values by time) among its counters, cut to its
+    time.
+    """
     added = []
     for name, key, curve in curves:
         # The last value before the trace holds at its start.
