@@ -162,9 +162,9 @@ def _compare(args: argparse.Namespace) -> int:
     with Progress(enabled=not args.quiet) as progress:
         runs = _summarise_runs(args, progress, refused)
         progress.say("comparing")
-        judged = gate.judge(base.runs, runs, conditions)
+        outcome = gate.judge(base.runs, runs, conditions)
         sides = ((f"baseline {args.name}", base.runs), (checks.format_side_name(args.runs), runs))
-        document = verdict.build(judged, *sides, strict=args.strict, effect=args.power)
+        document = verdict.build(outcome, *sides, strict=args.strict, effect=args.power)
         written = outputs.write_output_files(args, targets, document, progress)
     checks.show(args, document)
     flags = [] if args.store == _STORE else ["--store", args.store]

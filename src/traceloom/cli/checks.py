@@ -110,7 +110,7 @@ def show(args: argparse.Namespace, document: VerdictDocument) -> None:
 
 
 def raise_unless_passed(document: VerdictDocument) -> None:
-    """Raises unless the verdict is positive.
+    """Raises if the check failed, or, with `--strict`, if it was inconclusive.
 
     Raises:
         CheckError: `check-failed`; `check-inconclusive` with `--strict`.

@@ -166,11 +166,11 @@ def _compare_rank_ends(
     rank_ends = [
         {
             "rank": rank,
-            "measured_ns": (was := measured[rank]),
-            "simulated_ns": now,
-            "difference": now / max(was, 1) - 1,
+            "measured_ns": (measured_ns := measured[rank]),
+            "simulated_ns": simulated_ns,
+            "difference": simulated_ns / max(measured_ns, 1) - 1,
         }
-        for rank, now in zip(ranks, simulated, strict=True)
+        for rank, simulated_ns in zip(ranks, simulated, strict=True)
         if rank in measured
     ]
     worst = max(rank_ends, key=lambda end: abs(end["difference"]))

@@ -131,7 +131,7 @@ def _check(args: argparse.Namespace) -> int:
             )
         progress.say("comparing")
         runs = [[gate_summary.summarise(run) for run in sessions] for _, sessions in sides]
-        judged = gate.judge(runs[0], runs[1], conditions)
+        outcome = gate.judge(runs[0], runs[1], conditions)
         typical_runs = []
         for (_, sessions), summaries in zip(sides, runs, strict=True):
             # The run whose recorded steps take the median time.
@@ -140,11 +140,11 @@ def _check(args: argparse.Namespace) -> int:
                 sessions[sorted(range(len(means)), key=means.__getitem__)[(len(means) - 1) // 2]]
             )
         compared = compare(*typical_runs)
-        judged = replace(judged, causes=find_comparison_causes(compared))
+        outcome = replace(outcome, causes=find_comparison_causes(compared))
         base, new = ((name, summaries) for (name, _), summaries in zip(sides, runs, strict=True))
         comparison_document = comparison.build(compared, *typical_runs)
         document = verdict.build(
-            judged, base, new, strict=args.strict, comparison=comparison_document
+            outcome, base, new, strict=args.strict, comparison=comparison_document
         )
         written = outputs.write_output_files(args, targets, document, progress)
     checks.show(args, document)

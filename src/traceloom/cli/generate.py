@@ -106,9 +106,11 @@ def run(args: argparse.Namespace) -> int:
     options, make = kinds[args.kind]
     accepted = {field.name for field in fields(options)}
     field_names = {field.name for kind, _ in kinds.values() for field in fields(kind)}
-    given = {name: getattr(args, name) for name in field_names if getattr(args, name) is not None}
-    if strange := sorted(given.keys() - accepted):
-        option = "--" + strange[0].replace("_", "-")
+    given_options = {
+        name: getattr(args, name) for name in field_names if getattr(args, name) is not None
+    }
+    if unknown_options := sorted(given_options.keys() - accepted):
+        option = "--" + unknown_options[0].replace("_", "-")
         raise UsageError(
             f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away"
         )
@@ -118,16 +120,16 @@ def run(args: argparse.Namespace) -> int:
         "schedule": generate.SCHEDULES,
     }
     for name, names in allowed.items():
-        if name in given and given[name] not in names:
-            hint = nearest(given[name], names) + f"there are {', '.join(names)}"
-            raise UsageError(f"`{given[name]}` is no {name}", slug="wrong-usage", hint=hint)
-    if given.get("ranks", 2) < 2:
+        if name in given_options and given_options[name] not in names:
+            hint = nearest(given_options[name], names) + f"there are {', '.join(names)}"
+            raise UsageError(f"`{given_options[name]}` is no {name}", slug="wrong-usage", hint=hint)
+    if given_options.get("ranks", 2) < 2:
         raise UsageError(
             "a single rank has no peer to communicate with",
             slug="wrong-usage",
             hint="give --ranks 2 or more",
         )
-    generated: generate.Generated = make(options(**given))
+    generated: generate.Generated = make(options(**given_options))
     files = generate.write_generated(generated, args.output, force=args.force)
     if args.json:
         import msgspec

@@ -400,14 +400,22 @@ def _report(
         return Report(document, lambda: report.selected(sessions[0], options), options)
     # The shell command that reports each run alone: by its directory or pattern, where these match
     # nothing else.
-    homes = [{Path(trace.meta.path).parent for trace in session.traces} for session in sessions]
-    runs_by_home = Counter(home for session_homes in homes for home in session_homes)
+    directories = [
+        {Path(trace.meta.path).parent for trace in session.traces} for session in sessions
+    ]
+    runs_by_directory = Counter(
+        home for session_directories in directories for home in session_directories
+    )
     commands = []
-    for session, session_homes in zip(sessions, homes, strict=True):
+    for session, session_directories in zip(sessions, directories, strict=True):
         paths = [trace.meta.path for trace in session.traces]
         inputs = shlex.join(paths)
-        if len(paths) > 1 and len(session_homes) == 1 and runs_by_home[min(session_homes)] == 1:
-            inputs = shlex.quote(str(min(session_homes)))
+        if (
+            len(paths) > 1
+            and len(session_directories) == 1
+            and runs_by_directory[min(session_directories)] == 1
+        ):
+            inputs = shlex.quote(str(min(session_directories)))
         elif len(paths) > 1:
             inputs = session.name if _is_pattern(session.name, paths) else inputs
         commands.append(restore_addresses(f"traceloom report {inputs}"))

@@ -80,7 +80,7 @@ def is_asked(args: argparse.Namespace) -> bool:
     """Whether another scale is requested.
 
     Raises:
-        UsageError: slug `cannot-scale`: the recording cannot be scaled so.
+        UsageError: slug `cannot-scale`: the size cannot be derived from the recording.
     """
     for name, reason in _UNSCALABLE.items():
         if getattr(args, name) is not None:

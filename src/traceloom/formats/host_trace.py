@@ -257,11 +257,11 @@ def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
         elif content is not None:
             values[side] = content
             unexpected |= not isinstance(content, list)
-    listed = values.pop("attrs", None)
-    if isinstance(listed, dict):
-        listed = [{"name": name, "value": value} for name, value in listed.items()]
-    unexpected |= listed is not None and not isinstance(listed, list)
-    for item in listed if isinstance(listed, list) else []:
+    attributes = values.pop("attrs", None)
+    if isinstance(attributes, dict):
+        attributes = [{"name": name, "value": value} for name, value in attributes.items()]
+    unexpected |= attributes is not None and not isinstance(attributes, list)
+    for item in attributes if isinstance(attributes, list) else []:
         if isinstance(item, dict) and isinstance(item.get("name"), str):
             values.setdefault(item["name"], item.get("value"))
         else:
@@ -742,7 +742,7 @@ def _parse_group_list(inputs: str | None) -> tuple[list[Any], bool]:
     if not isinstance(text, str):
         return [], False
     try:
-        listed = json.loads(text)
+        groups = json.loads(text)
     except (ValueError, RecursionError):
         # Whole objects of a list that was cut: old observers cut strings at 8192 characters.
         items = []
@@ -755,4 +755,4 @@ def _parse_group_list(inputs: str | None) -> tuple[list[Any], bool]:
             items.append(item)
             position = text.find("{", position)
         return clean_json(items)[0], False
-    return (clean_json(listed)[0], True) if isinstance(listed, list) else ([], False)
+    return (clean_json(groups)[0], True) if isinstance(groups, list) else ([], False)

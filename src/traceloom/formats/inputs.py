@@ -506,10 +506,10 @@ def choose_run_names(runs: list[list[FileHead]], requested: tuple[str, ...]) -> 
     """
     if len(runs) == len(requested) == 1:
         return [requested[0]]
-    homes = [run[0].source.capture for run in runs]  # the same for all files of a run
-    runs_in = Counter(homes)
+    captures = [run[0].source.capture for run in runs]  # the same for all files of a run
+    runs_in = Counter(captures)
     labels = []
-    for run, home in zip(runs, homes, strict=True):
+    for run, home in zip(runs, captures, strict=True):
         paths = [peek.source.path for peek in run]
         if len(runs) > 1 and home is not None and runs_in[home] == 1:
             labels.append(str(home))

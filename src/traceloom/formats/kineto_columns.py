@@ -199,7 +199,9 @@ class Columns:
         other_rows = np.flatnonzero(~complete).tolist()
         phases = [entries[row].ph for row in other_rows]
         for phase in dict.fromkeys(phases):
-            rows = [row for row, its in zip(other_rows, phases, strict=True) if its == phase]
+            rows = [
+                row for row, row_phase in zip(other_rows, phases, strict=True) if row_phase == phase
+            ]
             phase_entries = [entries[row] for row in rows]
             if phase == "M":
                 for entry in phase_entries:

@@ -466,11 +466,11 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
     """Returns the calls of capture.json inside the window, in order, with the columns that they can
     fill.
     """
-    listed = (capture or {}).get("collectives")
-    if not isinstance(listed, dict) or not events.height:
+    captured = (capture or {}).get("collectives")
+    if not isinstance(captured, dict) or not events.height:
         return pl.DataFrame()
     columns = {
-        key: listed.get(key)
+        key: captured.get(key)
         for key in (
             "group",
             "kind",
@@ -494,7 +494,7 @@ def _read_captured_calls(capture: dict[str, Any] | None, events: pl.DataFrame) -
     }
 
     def named(key: str, code: Any) -> str | None:
-        names = listed.get(key)
+        names = captured.get(key)
         if (
             isinstance(names, list)
             and isinstance(code, int)

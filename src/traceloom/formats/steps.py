@@ -27,7 +27,7 @@ _EXCLUDED_NAMES = r"^(?:nccl|gloo|mpi|ucc|hccl):|^\[|^PyTorch Profiler"
 _MIN_REQUESTS = 5  # min number of requests
 _MIN_GAP_NS = 200_000  # between two requests
 _MIN_GAP_RATIO = 4.0  # min ratio to the pauses inside of requests
-# Share of the requests that begin alike: with operators that begin at least the second share.
+# Min share of requests that begin with common operators; min share of each such operator.
 _ALIKE, _OFTEN = 0.6, 0.1
 # Max share of the window that the threads of a program that waits for requests run.
 _MAX_RUNNING = 0.8

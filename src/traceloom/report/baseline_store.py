@@ -157,12 +157,12 @@ class _RemoteDirectory:
 
     def names(self) -> list[str]:
         try:
-            listed = self._fs.ls(self._root, detail=False)
+            paths = self._fs.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         except Exception as error:
             raise _make_read_error(error, self._url) from error
-        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in listed)
+        return sorted(str(path).rstrip("/").rsplit("/", 1)[-1] for path in paths)
 
     def read(self, name: str) -> bytes | None:
         try:

@@ -212,10 +212,10 @@ def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
             and rank_numbers
             and len(rank_numbers) != len(document["ranks"])
         ):
-            listed = ", ".join(map(str, rank_numbers[:6])) + (
+            rank_text = ", ".join(map(str, rank_numbers[:6])) + (
                 ", ..." if len(rank_numbers) > 6 else ""
             )
-            on = f" (rank{'s' if len(rank_numbers) > 1 else ''} {listed})"
+            on = f" (rank{'s' if len(rank_numbers) > 1 else ''} {rank_text})"
         labels.append((subject, outcome + on))
     columns = (
         TextColumn("", right=False),

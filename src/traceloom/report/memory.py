@@ -118,8 +118,8 @@ def find_device_capacity(trace: Trace, totals: MemoryTotals) -> int | None:
     if totals["device_type"] in _HOST_DEVICE_TYPES:
         return None
     number = max(totals["device"], 0)
-    listed = (trace.meta.capture or {}).get("devices")
-    for device in listed if isinstance(listed, list) else []:
+    devices = (trace.meta.capture or {}).get("devices")
+    for device in devices if isinstance(devices, list) else []:
         if (
             isinstance(device, dict)
             and device.get("device") == number
@@ -198,8 +198,8 @@ def build_allocator_row(
         )
     has_state = bool(states)
     state: MemoryAllocatorRow = states[0] if states else {**_EMPTY_ALLOCATOR}
-    listed = (trace.meta.capture or {}).get("allocators_at_end")
-    for entry in listed if isinstance(listed, list) else []:
+    allocators = (trace.meta.capture or {}).get("allocators_at_end")
+    for entry in allocators if isinstance(allocators, list) else []:
         if not isinstance(entry, dict) or entry.get("device") != number:
             continue
         recorded = {
@@ -611,7 +611,7 @@ def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
 
 
 def find_instant_row(instant: str, trace: Trace, blocks: Blocks, pool: int) -> int:
-    """Returns the row of `trace.allocations` directly before the instant; -1 for before the first.
+    """Returns the last row of `trace.allocations` that an instant includes; -1 for none.
 
     Raises:
         UsageError: slugs `bad-instant`, `no-such-step`.

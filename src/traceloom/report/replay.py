@@ -540,11 +540,16 @@ def _render_sections(
             *(note_text for _, note_text in merge_rank_notices(document["notices"])),
         ]
     )
-    listed = (
+    limit_items = (
         "".join(f"<li>{render_inline_code(note)}</li>" for note in notes)
         or "<li>Nothing is known of.</li>"
     )
-    yield "limits", "What it cannot show", "What these times do not tell.", f"<ul>{listed}</ul>"
+    yield (
+        "limits",
+        "What it cannot show",
+        "What these times do not tell.",
+        f"<ul>{limit_items}</ul>",
+    )
     gpu_times = has_gpu_times(document["whole"])
     if picture := draw_scatter(document["ops"], gpu_times=gpu_times):
         yield (

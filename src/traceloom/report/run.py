@@ -157,7 +157,7 @@ def build(
                     faults.guard(section.key, partial(section.measure, visible_trace, options))
                 )
         # The chosen sections; null if not requested or failed.
-        study: Measurements[Any] = Measurements(complete_session, part, options, ())
+        measurements: Measurements[Any] = Measurements(complete_session, part, options, ())
         sections: dict[str, Any] = {}
         for key in EXTRA_KEYS:
             if key not in results:
@@ -165,7 +165,7 @@ def build(
                 sections[key] = None
                 continue
             build_one = partial(
-                load_section(key).build, replace(study, results=results.pop(key)), absent
+                load_section(key).build, replace(measurements, results=results.pop(key)), absent
             )
             sections[key] = faults.guard(key, build_one)
             if faults.failed(key):

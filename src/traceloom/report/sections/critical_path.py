@@ -274,11 +274,11 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             (row["class"], _COLOURS.get(row["class"], "other"), row["duration_ns"])
             for row in value["classes"]
         ]
-        way = '<p class="quiet"><a href="#timeline&amp;path=1">Show it in the timeline</a></p>'
+        link = '<p class="quiet"><a href="#timeline&amp;path=1">Show it in the timeline</a></p>'
         return (
             draw_stacked_bar(parts, value["window_ns"])
             + render_legend(parts, value["window_ns"])
-            + (way if value["stretches"] else "")
+            + (link if value["stretches"] else "")
         )
 
 

@@ -313,9 +313,11 @@ def render_capture(document: ReportDocument, reasons: Reasons) -> str:
     line = ""
     if isinstance(command, list):
         line = f"<p>Recorded with <code>{escape_html(shlex.join(map(str, command)))}</code></p>"
-    listed = recorded.get("ranks")
+    captured_ranks = recorded.get("ranks")
     ranks = (
-        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+        [entry for entry in captured_ranks if isinstance(entry, dict)]
+        if isinstance(captured_ranks, list)
+        else []
     )
     pictures = "".join(_render_rank_picture(entry, ranks, document) for entry in ranks)
     return f"<h3>Recording</h3>{line}{_render_recording_table(ranks)}{pictures}"
