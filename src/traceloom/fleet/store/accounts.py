@@ -1,5 +1,5 @@
-"""What the state knows of people who are signed in at the portal: of each only hashes, and until
-when.
+"""Sessions of people signed in at the portal: only hashes of their secrets, and when they
+expire.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from traceloom.fleet.store.database import StateDatabase, hash_secret
 
 
 class SessionState(StateDatabase):
-    """Sessions.
+    """Sessions of signed-in people.
 
-    One ends with its time, when its reader signs out, or when its token does not hold any more.
+    A session ends when it expires, when the person signs out, or when its token is no longer valid.
     """
 
     def open_session(self, token: str, seconds: float) -> str:
-        """Begin a session of who showed a token; the secret that its cookie holds.
+        """Opens a session for the holder of a token; returns the secret for the session's cookie.
 
-        Those whose time is over go.
+        Expired sessions are deleted.
         """
         secret, now = f"tls_{secrets.token_urlsafe(32)}", time.time_ns()
         with self._transaction() as connection:
@@ -34,8 +34,8 @@ class SessionState(StateDatabase):
         return secret
 
     def session(self, secret: str) -> str | None:
-        """SHA-256 of the token by which a session was begun; None where it is none, or its time is
-        over.
+        """Returns the SHA-256 of the token that opened a session; None if the session is unknown or
+        has expired.
         """
         with self._transaction() as connection:
             rows = self._rows(
@@ -47,7 +47,7 @@ class SessionState(StateDatabase):
         return str(rows[0]["token"]) if rows else None
 
     def close_session(self, secret: str) -> None:
-        """End a session, if it is one."""
+        """Ends a session, if it exists."""
         with self._transaction() as connection:
             self._change(
                 connection,

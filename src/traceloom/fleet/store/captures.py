@@ -1,8 +1,9 @@
-"""The state of the service: captures, tasks, batches, leases, tokens and the audit, in SQLite or
-PostgreSQL.
+"""The whole state of the service: captures, tasks, batches, leases, tokens and the audit log, on
+top of hosts, documents, job facts and sessions.
 
-Every method is one transaction, and blocks: call it in a thread. Instants are of the database's
-clock where several services share it, so that hosts whose clocks differ agree on what a lease is.
+Every method is one transaction, and blocks: call it in a thread. Where several services share a
+database, instants come from the database's clock, so that hosts with different clocks agree on
+leases.
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ STATES: tuple[TaskState, ...] = get_args(TaskState)
 ROLES: tuple[Role, ...] = get_args(Role)
 
 ATTEMPTS = 3
-"""How often a task is tried before it is quarantined."""
+"""Attempts before a task is quarantined."""
 
-_RETRY_DELAY_NS = 2 * 10**9  # before a task that failed is tried again; doubled the second time
+_RETRY_DELAY_NS = 2 * 10**9  # delay before the first retry of a failed task; doubled for the second
 _ERROR_CHARACTERS = 2000
 
 
 class CaptureFile(msgspec.Struct, frozen=True):
-    """A file that belongs to a capture: its name in there, its bytes and their SHA-256 in
-    hexadecimal.
-    """
+    """A file of a capture: its name in the capture, size in bytes, and SHA-256 in hexadecimal."""
 
     name: str
     size: int
@@ -47,7 +46,10 @@ class CaptureFile(msgspec.Struct, frozen=True):
 
 
 class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A capture. `day`: in UTC, of its arrival; `complete`: all files are there."""
+    """A capture.
+
+    `day`: UTC day of its arrival; `complete`: all files have been uploaded.
+    """
 
     id: str
     day: str
@@ -62,7 +64,7 @@ class CaptureRecord(msgspec.Struct, frozen=True, kw_only=True):
 class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The analysis of a capture by one version.
 
-    `again`: rows of an earlier one are to be replaced.
+    `again`: rows of an earlier analysis are to be replaced.
     """
 
     id: str
@@ -76,7 +78,7 @@ class TaskRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Tasks whose rows are committed together, under a number."""
+    """Tasks whose rows are committed together."""
 
     number: int
     again: bool
@@ -94,7 +96,7 @@ class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def opens(self) -> bool:
-        """Whether it opens anything now: it was not revoked, and has not expired."""
+        """Returns whether the token is valid now: neither revoked nor expired."""
         return not self.revoked_ns and not 0 < self.expires_ns <= time.time_ns()
 
 
@@ -109,14 +111,12 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceState(HostState, DocumentState, JobFactState, SessionState):
-    """All of the state: captures, tasks, batches, leases, tokens and the audit, beside hosts,
-    documents and jobs.
-    """
+    """The whole state of a service."""
 
     # captures
 
     def add_capture(self, record: CaptureRecord) -> CaptureRecord:
-        """Announce a capture; what is there under its name already is left as it is, and returned."""
+        """Adds an announced capture; if the name exists, returns the existing record unchanged."""
         with self._transaction() as connection:
             values = msgspec.structs.asdict(record) | {
                 "files": msgspec.json.encode(record.files).decode(),
@@ -132,16 +132,14 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return _build_capture(row)
 
     def complete_capture(self, capture: str, version: str) -> None:
-        """All files of a capture are there: it is to be analysed by `version`, once however often
-        this is called.
-        """
+        """Marks a capture as complete and queues its analysis by `version`; idempotent."""
         with self._transaction() as connection:
             statement = "UPDATE captures SET complete = 1 WHERE id = :id AND complete = 0"
             if self._change(connection, statement, id=capture):
                 self._add_task(connection, capture, version, again=False)
 
     def capture(self, name: str) -> CaptureRecord | None:
-        """One capture, None where there is none of that name."""
+        """Returns a capture; None if it does not exist."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=name)
             return _build_capture(rows[0]) if rows else None
@@ -149,7 +147,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def captures(
         self, *, uploader: str = "", job: str = "", limit: int = 100, before_ns: int = 0
     ) -> list[CaptureRecord]:
-        """Captures that are complete, newest first: of all or of one uploader or job, received
+        """Returns complete captures, newest first, optionally of one uploader or job or received
         before an instant.
         """
         with self._transaction() as connection:
@@ -181,10 +179,10 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         )
 
     def claim(self, holder: str, lease_s: float) -> TaskRecord | None:
-        """Take the task that waits longest, for so many seconds; None where none waits.
+        """Leases the longest-waiting task for `lease_s` seconds; returns None if none wait.
 
-        One whose lease ended three times is quarantined: whoever worked on it died of it, as far as
-        one can tell.
+        A task whose lease expired three times is quarantined: presumably its workers crashed
+        because of it.
         """
         with self._transaction() as connection:
             now = self._now_ns(connection)
@@ -216,13 +214,15 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return _build_task(row)
 
     def renew(self, task: str, holder: str, lease_s: float) -> bool:
-        """Keep a task for longer; False: the lease had ended and somebody else has it."""
+        """Extends the lease of a task; returns False if the lease expired and another holder has
+        it.
+        """
         with self._transaction() as connection:
             until = self._now_ns(connection) + int(lease_s * 1e9)
             return bool(self._held(connection, "free_at_ns = :until", task, holder, until=until))
 
     def advance(self, task: str, holder: str, state: Literal["checked", "analysed"]) -> bool:
-        """A task came this far; False: it is no longer held, and nothing changed."""
+        """Moves a task to a state; returns False and changes nothing if it is no longer held."""
         with self._transaction() as connection:
             done = state == "analysed"
             release = ", holder = '', error = '', attempts = 0" if done else ""
@@ -231,10 +231,10 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def fail(self, task: str, holder: str, error: str, *, final: bool = False) -> None:
-        """A task failed: it waits for its next try, or is quarantined after its last, or at once
-        where that is vain.
+        """Records a failure of a task: it waits for a retry, or is quarantined after the last
+        attempt or if `final`.
         """
-        # PostgreSQL keeps neither zero bytes nor halves of characters, which errors about strange
+        # PostgreSQL stores neither zero bytes nor lone surrogates, which errors about malformed
         # files may quote.
         error = error.encode("utf-8", "replace").decode().replace("\0", " ")
         with self._transaction() as connection:
@@ -253,7 +253,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def give_back(self, task: str, holder: str, wait_s: float) -> None:
-        """Leave a task to others after so many seconds, as if it had not been taken."""
+        """Releases a task to other workers after `wait_s` seconds, without counting the attempt."""
         with self._transaction() as connection:
             free_at = self._now_ns(connection) + int(wait_s * 1e9)
             change = "holder = '', free_at_ns = :free_at, attempts = attempts - 1"
@@ -262,7 +262,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def _held(
         self, connection: Connection, change: str, task: str, holder: str, **values: object
     ) -> int:
-        """Change a task that is still held; the change is SQL of this class, values are bound."""
+        """Updates a task that is still held; `change` must be trusted SQL, values are bound."""
         return self._change(
             connection,
             f"UPDATE tasks SET {change} WHERE id = :id AND holder = :holder AND state IN ('received', 'checked')",  # noqa: S608
@@ -272,7 +272,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         )
 
     def tasks(self, *captures: str) -> list[TaskRecord]:
-        """All tasks of some captures, oldest first."""
+        """Returns all tasks of the captures, oldest first."""
         from sqlalchemy import String, bindparam
 
         statement = self._text(
@@ -280,7 +280,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         ).bindparams(
             bindparam(
                 "captures", expanding=True, type_=String()
-            )  # of what type none is, PostgreSQL wants to know
+            )  # PostgreSQL needs the type of an empty list
         )
         with self._transaction() as connection:
             return [
@@ -289,25 +289,25 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             ]
 
     def quarantined(self, limit: int = 100) -> list[TaskRecord]:
-        """Tasks that gave nothing, newest first."""
+        """Returns quarantined tasks, newest first."""
         statement = "SELECT * FROM tasks WHERE state = 'quarantined' ORDER BY created_ns DESC, id LIMIT :most"
         with self._transaction() as connection:
             return [_build_task(row) for row in self._rows(connection, statement, most=limit)]
 
     def counts(self) -> dict[TaskState, int]:
-        """How many tasks are in each state."""
+        """Returns the number of tasks in each state."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT state, COUNT(*) AS n FROM tasks GROUP BY state")
             return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
 
     def backfill(self, version: str, *, again: bool = False) -> int:
-        """Analyse captures again that this version did not analyse yet; returns how many.
+        """Queues analyses of captures that this version has not analysed yet; returns how many.
 
         Args:
-            version: Of the analysis.
-            again: Those that it quarantined, too.
+            version: Version of the analysis.
+            again: Also retry captures that this version quarantined.
 
-        Captures of which a task is still on its way are left to it.
+        Captures with a task in progress are skipped.
         """
         with self._transaction() as connection:
             changed = 0
@@ -335,8 +335,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     # batches
 
     def rows_wait(self, *, minutes: bool) -> bool:
-        """Whether captures wait to be put into the tables, or `minutes` of hosts, or what jobs say
-        of themselves.
+        """Returns whether captures wait to be put into the tables, or (with `minutes`) usage
+        minutes or job facts.
         """
         waiting = ["batches WHERE done = 0", "tasks WHERE state = 'analysed' AND batch IS NULL"]
         if minutes:
@@ -345,13 +345,13 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
 
     def open_batch(self, limit: int, term: str) -> Batch | None:
-        """The batch that is to be committed: the one that was begun and not ended, else a new one
-        of tasks that wait.
+        """Returns the batch to commit: one that was begun but not finished, else a new one of
+        waiting tasks.
 
-        A batch either replaces rows in all of its tasks or in none.
+        Either all tasks of a batch replace earlier rows or none do.
 
         Raises:
-            OutputError: `not-leading`: it is not `term` that leads.
+            OutputError: `not-leading`: `term` does not lead.
         """
         with self._transaction() as connection:
             self._check_leader(connection, term)
@@ -384,7 +384,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return Batch(number, bool(rows[0]["again"]), tuple(_build_task(row) for row in tasks))
 
     def close_batch(self, number: int, term: str) -> None:
-        """All tables hold the batch. Errors as of `open_batch`."""
+        """Marks the batch as committed to all tables. Errors as for `open_batch`."""
         with self._transaction() as connection:
             self._check_leader(connection, term)
             self._change(
@@ -397,13 +397,13 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def number(self, name: str) -> int:
-        """A number that is kept by name; 0 where none is."""
+        """Returns a stored number by name; 0 if it does not exist."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT value FROM numbers WHERE name = :name", name=name)
             return int(rows[0]["value"]) if rows else 0
 
     def put_number(self, name: str, value: int) -> None:
-        """Keep a number."""
+        """Stores a number by name."""
         with self._transaction() as connection:
             self._change(
                 connection,
@@ -416,7 +416,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     # leases
 
     def lead(self, name: str, holder: str, lease_s: float) -> bool:
-        """Whether `holder` does what `name` says, for so many seconds: one of all services does."""
+        """Acquires or extends the lease `name` for `lease_s` seconds; returns whether `holder` has
+        it.
+        """
         with self._transaction() as connection:
             now = self._now_ns(connection)
             values = {"name": name, "holder": holder, "now": now, "until": now + int(lease_s * 1e9)}
@@ -431,8 +433,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def keep_leading(self, name: str, holder: str, lease_s: float) -> bool:
-        """Lead for longer, also where the time was over and nobody else took it; False: another one
-        has led since.
+        """Extends a lease, even an expired one that nobody else took; returns False if another
+        holder has led since.
         """
         with self._transaction() as connection:
             until = self._now_ns(connection) + int(lease_s * 1e9)
@@ -442,23 +444,23 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return bool(self._change(connection, statement, name=name, holder=holder, until=until))
 
     def resign(self, holder: str) -> None:
-        """Let others lead at once."""
+        """Releases all leases of `holder`."""
         with self._transaction() as connection:
             self._change(connection, "DELETE FROM leases WHERE holder = :holder", holder=holder)
 
     # tokens
 
     def add_token(self, name: str, role: Role, *, days: float = 0, secret: str = "") -> str:
-        """Make a token; only the returned secret opens anything, only its hash is kept.
+        """Adds a token; returns its secret, of which only a hash is stored.
 
         Args:
-            name: What it is called.
-            role: What it may do.
-            days: After how many it expires; 0: never.
-            secret: Keep this one, instead of a random one.
+            name: Name of the token.
+            role: Role that it grants.
+            days: Days until it expires; 0: never.
+            secret: Secret to use instead of a random one.
 
         Raises:
-            UsageError: `token-exists`: there is one of that name, which was not revoked.
+            UsageError: `token-exists`: the name is taken by a token that was not revoked.
         """
         secret = secret or f"tl_{secrets.token_urlsafe(32)}"
         with self._transaction() as connection:
@@ -485,11 +487,11 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         return secret
 
     def token(self, secret: str) -> TokenRecord | None:
-        """The token with this secret, None where it is none, expired or was revoked."""
+        """Returns the token with this secret; None if it is unknown, expired or revoked."""
         return self.token_of(hash_secret(secret))
 
     def token_of(self, sha256: str) -> TokenRecord | None:
-        """The same by the hash of its secret."""
+        """Returns the token with this SHA-256 of its secret, as `token` does."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT * FROM tokens WHERE sha256 = :sha256", sha256=sha256
@@ -498,13 +500,13 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         return token if token is not None and token.opens else None
 
     def tokens(self) -> list[TokenRecord]:
-        """All tokens, by name."""
+        """Returns all tokens, sorted by name."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT * FROM tokens ORDER BY name")
         return [msgspec.convert(dict(row), TokenRecord) for row in rows]
 
     def revoke_token(self, name: str) -> bool:
-        """Let a token open nothing any more; False where there is none that does."""
+        """Revokes a token; returns False if there is no such token that is not revoked."""
         with self._transaction() as connection:
             statement = "UPDATE tokens SET revoked_ns = :now WHERE name = :name AND revoked_ns = 0"
             return bool(self._change(connection, statement, now=time.time_ns(), name=name))
@@ -514,7 +516,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def note(
         self, actor: str, action: str, result: str, details: Mapping[str, str] | None = None
     ) -> None:
-        """Add a line to the audit, which the database lets nobody change or remove."""
+        """Appends an entry to the audit log, which database triggers protect from changes."""
         with self._transaction() as connection:
             self._change(
                 connection,
@@ -529,7 +531,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
 
     def audit(self, limit: int = 1000) -> list[AuditEntry]:
-        """The last lines of the audit, newest first."""
+        """Returns the latest entries of the audit log, newest first."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=limit

@@ -1,12 +1,11 @@
-"""SQLite or PostgreSQL: connection, transactions, migrations; `State` = the tables below side by
-side.
+"""Access of the state to SQLite or PostgreSQL: connection, transactions and schema.
 
-The statements are of the SQL that SQLite and PostgreSQL share; the guard of the audit is written
-for each.
+The statements use the SQL that SQLite and PostgreSQL share; only the triggers that protect the
+audit log are written for each.
 
-Every method of the state is one transaction, and blocks: call it in a thread. Instants are of the
-database's clock where several services share it, so that hosts whose clocks differ agree on what a
-lease is.
+Every method of the state is one transaction, and blocks: call it in a thread. Where several
+services share a database, instants come from the database's clock, so that hosts with different
+clocks agree on leases.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 VERSION = 3
-"""Of the schema, which the database names; one of another version is refused."""
+"""Version of the schema, stored in the database; a database of another version is refused."""
 
 _TABLES = (
     (
@@ -115,17 +114,18 @@ _GUARD: Mapping[str, tuple[str, ...]] = {
 SCHEMA: Mapping[str, tuple[str, ...]] = {
     dialect: (*_TABLES, *guard) for dialect, guard in _GUARD.items()
 }
-"""Dialect -> statements that make it."""
+"""Dialect -> statements that create the schema."""
 
-LEADER = "committer"  # the lease of who talks to hosts and puts rows into the tables
+LEADER = "committer"  # the lease of the service that talks to hosts and writes the tables
 _BUSY_MS = 10_000  # how long SQLite waits for another writer
 
 
 class StateDatabase:
-    """The database; a new one gets its tables.
+    """A connection to the database; an empty database gets its tables.
 
     Args:
-        url: As of SQLAlchemy, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a SQLite file.
+        url: SQLAlchemy URL, `sqlite:///PATH` or `postgresql://USER@HOST/DATABASE`; or the path of a
+            SQLite file.
 
     Raises:
         InputError: `no-extra`; `other-version`: it has another schema.
@@ -133,7 +133,7 @@ class StateDatabase:
         UsageError: `wrong-usage`: another kind of database.
 
     Attributes:
-        identity: By which the tables tell the batches of this state from those of another.
+        identity: Distinguishes the batches of this state from those of another in the tables.
         where: Its address, without a password.
     """
 
@@ -178,7 +178,7 @@ class StateDatabase:
             raise
 
     def close(self) -> None:
-        """Close its connections."""
+        """Closes all connections."""
         self._engine.dispose()
 
     @contextmanager
@@ -210,15 +210,17 @@ class StateDatabase:
     def _open_rows(
         self, table: str, key: tuple[str, ...], series: str, limit: int, term: str
     ) -> Sequence[RowMapping]:
-        """Rows of a table that are to be put into the tables under one number: those that were
-        begun and not ended, else a new batch; none where none waits.
+        """Returns the rows of the batch to put into the tables; empty if none wait.
+
+        A batch that was begun but not finished comes first; else a new batch gets the next number.
 
         Args:
-            table: It has a column `batch`: its number, 0 once it has ended, and null before it was begun.
-            key: The columns that tell its rows apart; those that are least come first.
-            series: Of the numbers.
-            limit: So many rows in a new batch.
-            term: By which this service leads.
+            table: Has a column `batch`: the batch's number, 0 once it has ended, null before it
+                begins.
+            key: Columns that identify a row; rows with the lowest values come first.
+            series: Namespace of the numbers.
+            limit: Max rows of a new batch.
+            term: Term by which this service leads.
 
         Raises:
             OutputError: `not-leading`.
@@ -248,7 +250,7 @@ class StateDatabase:
             return rows
 
     def _now_ns(self, connection: Connection) -> int:
-        if self._lite:  # which processes of one host share
+        if self._lite:  # a clock that all processes of one host share
             return time.time_ns()
         [row] = self._rows(
             connection, "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1e9 AS BIGINT) AS now"
@@ -256,8 +258,7 @@ class StateDatabase:
         return cast("int", row["now"])
 
     def _check_leader(self, connection: Connection, term: str) -> None:
-        """Let nothing be changed by who led once: the lease stays as it is until this transaction
-        ends.
+        """Refuses changes by a former leader; locks the lease until this transaction ends.
 
         Raises:
             OutputError: `not-leading`.
@@ -271,7 +272,7 @@ class StateDatabase:
 
     def _prepare(self) -> None:
         with self._transaction() as connection:
-            if not self._lite:  # two services may start at once
+            if not self._lite:  # two services may start at the same time
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(74661020)")
             self._change(
                 connection,
@@ -290,14 +291,14 @@ class StateDatabase:
             self.identity: str = row["identity"]
 
 
-_BEGIN = "BEGIN IMMEDIATE"  # a transaction that reads and then writes would else be refused, not made to wait
+_BEGIN = "BEGIN IMMEDIATE"  # without it SQLite refuses to upgrade a read to a write
 
 
 def _prepare_sqlite(connection: object, _record: object) -> None:
     import sqlite3
 
     assert isinstance(connection, sqlite3.Connection)
-    connection.isolation_level = None  # transactions begin where SQLAlchemy says so
+    connection.isolation_level = None  # SQLAlchemy begins transactions explicitly
     connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA foreign_keys = ON")
@@ -313,5 +314,5 @@ def _build_unusable_error(reason: str, location: str) -> OutputError:
 
 
 def hash_secret(secret: str) -> str:
-    """What is kept of a secret: its SHA-256, in hexadecimal."""
+    """Returns the SHA-256 of a secret in hexadecimal, which is stored instead of the secret."""
     return hashlib.sha256(secret.encode()).hexdigest()

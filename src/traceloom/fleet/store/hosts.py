@@ -1,4 +1,6 @@
-"""Hosts, requests, usage minutes, job facts until they are in the tables."""
+"""State of hosts: enrolment, trace requests, and usage minutes and job facts that wait for the
+tables.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from traceloom.fleet.store.rules import FleetEvent, TriggerState
 
 
 class PendingMinute(NamedTuple):
-    """What a host used in a minute since 1970, as text; of the minutes before it, from `since` on,
-    it says nothing.
+    """Usage of a host in a minute (counted from 1970), as text.
+
+    Minutes from `since` up to this one have no data.
     """
 
     host: str
@@ -25,10 +28,10 @@ class PendingMinute(NamedTuple):
 
 
 class HostState(TriggerState):
-    """Hosts, their requests, and their minutes of usage until these are in the tables."""
+    """Hosts, their trace requests, and their usage minutes until these are in the tables."""
 
     def add_enrolment(self, host: str, days: float) -> str:
-        """Make a token by which a host joins the fleet, once: this one, or any where `host` is ""."""
+        """Creates a single-use token with which `host` joins the fleet (any host if it is "")."""
         secret = f"tle_{secrets.token_urlsafe(32)}"
         with self._transaction() as connection:
             self._change(
@@ -41,10 +44,10 @@ class HostState(TriggerState):
         return secret
 
     def take_enrolment(self, secret: str, host: str) -> str | None:
-        """Use up a token of enrolment: the host that it is for ("" any), None where it is none or
-        has expired.
+        """Uses up an enrolment token; returns the host it is for ("" is any).
 
-        One that is for another than this host stays.
+        Returns None if the token is unknown or has expired. A token for a different host is not
+        used up.
         """
         with self._transaction() as connection:
             rows = self._rows(
@@ -62,7 +65,7 @@ class HostState(TriggerState):
             return str(rows[0]["host"]) if rows[0]["expires_ns"] > time.time_ns() else None
 
     def put_host(self, host: str, secret: str) -> None:
-        """A host belongs to the fleet, and shows this secret from now on."""
+        """Enrols a host, or replaces the secret of one that is already enrolled."""
         with self._transaction() as connection:
             self._change(
                 connection,
@@ -74,12 +77,12 @@ class HostState(TriggerState):
             )
 
     def remove_host(self, host: str) -> bool:
-        """Let a host belong to the fleet no more; False where it did not."""
+        """Removes a host from the fleet; returns False if it was not enrolled."""
         with self._transaction() as connection:
             return bool(self._change(connection, "DELETE FROM hosts WHERE host = :host", host=host))
 
     def hosts(self) -> dict[str, str]:
-        """Host -> SHA-256 of the secret that it shows."""
+        """Returns the SHA-256 of each host's secret, by host."""
         with self._transaction() as connection:
             return {
                 row["host"]: row["sha256"] for row in self._rows(connection, "SELECT * FROM hosts")
@@ -97,10 +100,10 @@ class HostState(TriggerState):
         ended: bool,
         events: Sequence[FleetEvent] = (),
     ) -> None:
-        """Write down how far a request is; where it ends by this, webhooks are told the events.
+        """Stores the progress of a request; if this ends the request, queues `events` for webhooks.
 
         Raises:
-            OutputError: `not-leading`: it is not `term` that leads.
+            OutputError: `not-leading`: `term` does not lead.
         """
         with self._transaction() as connection:
             self._check_leader(connection, term)
@@ -118,9 +121,7 @@ class HostState(TriggerState):
                 self._tell(connection, events)
 
     def requests(self, *, limit: int = 100) -> list[str]:
-        """Documents of requests, newest first: all that have not ended, and of the others the last
-        ones.
-        """
+        """Returns documents of requests: all that have not ended, then the others, newest first."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
@@ -132,18 +133,19 @@ class HostState(TriggerState):
     # usage that waits to be put into the tables
 
     def add_usage(self, host: str, minutes: Mapping[int, str]) -> None:
-        """Keep a host's minutes until they are in the tables; they come in order, so earlier ones
-        are there.
+        """Keeps a host's minutes until they are in the tables.
+
+        Minutes arrive in order, so that all earlier ones have been received.
 
         Args:
-            host: Belongs to the fleet; of any other nothing is kept.
+            host: Nothing is kept for a host that is not enrolled.
             minutes: Minute since 1970 -> its rows, as text.
         """
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT usage_through FROM hosts WHERE host = :host", host=host
             )
-            if not rows:  # it was removed meanwhile
+            if not rows:  # the host was removed in the meantime
                 return
             through = rows[0]["usage_through"]
             for minute in sorted(minutes):
@@ -167,19 +169,19 @@ class HostState(TriggerState):
             )
 
     def waiting_minutes(self) -> int:
-        """How many minutes of hosts are not in the tables yet."""
+        """Returns the number of host minutes that are not in the tables yet."""
         with self._transaction() as connection:
             [row] = self._rows(connection, "SELECT COUNT(*) AS waiting FROM usage_waiting")
             return int(row["waiting"])
 
     def open_usage(self, limit: int, term: str) -> tuple[int, list[PendingMinute]] | None:
-        """The number of a batch of minutes that is to be put into the tables, and them; None where
-        none waits.
+        """Returns the number and the minutes of the batch to put into the tables; None if none
+        wait.
 
-        The batch that was begun and not ended comes first.
+        A batch that was begun but not finished comes first.
 
         Raises:
-            OutputError: `not-leading`: it is not `term` that leads.
+            OutputError: `not-leading`: `term` does not lead.
         """
         rows = self._open_rows("usage_waiting", ("minute", "host"), "usage", limit, term)
         waiting = [
@@ -188,7 +190,7 @@ class HostState(TriggerState):
         return (rows[0]["batch"], waiting) if rows else None
 
     def close_usage(self, number: int, term: str) -> None:
-        """The tables hold the batch. Errors as of `open_usage`."""
+        """Marks the batch as stored in the tables. Errors as for `open_usage`."""
         with self._transaction() as connection:
             self._check_leader(connection, term)
             self._change(
@@ -196,14 +198,12 @@ class HostState(TriggerState):
             )
 
 
-_RETENTION_NS = (
-    90 * 86_400 * 10**9
-)  # how long the last thing that was said of a job is remembered here
+_RETENTION_NS = 90 * 86_400 * 10**9  # how long the latest facts of a job are remembered here
 _MAX_LABELS = 100
 
 
 class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a job says of itself; "": nothing says it."""
+    """Facts that a job states about itself; "" is unknown."""
 
     scheduler: str = ""
     user: str = ""
@@ -215,7 +215,9 @@ class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     labels: dict[str, str] = {}
 
     def with_more(self, later: JobFacts) -> JobFacts:
-        """With what is said later, which goes before; nothing that was said is unsaid."""
+        """Returns these facts updated with later ones, which take precedence; no known fact is
+        dropped.
+        """
         news = {
             name: value
             for name, value in msgspec.structs.asdict(later).items()
@@ -226,7 +228,7 @@ class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PendingFacts(NamedTuple):
-    """What is said of a job from an instant on."""
+    """Facts of a job that hold from an instant on."""
 
     job: str
     since_ns: int
@@ -234,10 +236,10 @@ class PendingFacts(NamedTuple):
 
 
 class JobFactState(StateDatabase):
-    """What was said of jobs last, and what of it is not in the tables yet."""
+    """The latest facts of each job, and the facts that are not in the tables yet."""
 
     def say_of_jobs(self, statements: Mapping[str, JobFacts], at_ns: int) -> int:
-        """Take what is said of jobs at an instant; of how many it is new."""
+        """Records facts of jobs stated at an instant; returns how many jobs have changed facts."""
         changes = 0
         with self._transaction() as connection:
             for job, facts in statements.items():
@@ -263,13 +265,12 @@ class JobFactState(StateDatabase):
         return changes
 
     def open_job_facts(self, limit: int, term: str) -> tuple[int, list[PendingFacts]] | None:
-        """The number of a batch that is to be put into the tables, and it; None where nothing
-        waits.
+        """Returns the number and the facts of the batch to put into the tables; None if none wait.
 
-        The batch that was begun and not ended comes first.
+        A batch that was begun but not finished comes first.
 
         Raises:
-            OutputError: `not-leading`: it is not `term` that leads.
+            OutputError: `not-leading`: `term` does not lead.
         """
         rows = self._open_rows("job_facts", ("since_ns", "job"), "jobs", limit, term)
         waiting = [
@@ -281,9 +282,9 @@ class JobFactState(StateDatabase):
         return (rows[0]["batch"], waiting) if rows else None
 
     def close_job_facts(self, number: int, term: str) -> None:
-        """The tables hold the batch; of each job what was said last is remembered.
+        """Marks the batch as stored in the tables; keeps the latest facts of each job.
 
-        Errors as of `open_job_facts`.
+        Errors as for `open_job_facts`.
         """
         with self._transaction() as connection:
             self._check_leader(connection, term)

@@ -1,8 +1,7 @@
-"""The files of the service: in a directory, or in S3, Google's or Azure's object store.
+"""Files of the service, in a directory or in an object store (S3, Google Cloud Storage or Azure).
 
-`captures/DAY/ID/NAME` are the files of captures, `analysed/TASK.zip` rows that wait for their
-commit, `reports/` pages that were opened. What is written is whole or not there, and never changed
-afterwards.
+Captures are in `captures/DAY/ID/NAME`, rows that wait for their commit in `analysed/TASK.zip`,
+rendered pages in `reports/`. Objects are written atomically and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+=-]{0,199}")
 _MAX_PARTS = 6
 _READ_BYTES = 1 << 20
 _PARTIAL_PREFIX = ".incoming-"
-_STALE_AFTER_S = 86_400  # after which nobody writes a file any more
+_STALE_AFTER_S = 86_400  # partial files older than this have no writer any more
 _CLIENT_OPTIONS = {"connect_timeout": "5s", "timeout": "600s"}
 _MAX_UPLOAD_BYTES = 5000 << 20
-"""Bytes that S3 (5 GiB) and Azure (5,000 MiB) both take by one PUT, as who has a signed address
-sends them.
+"""Bytes that one PUT to a signed URL can upload on both S3 (max 5 GiB) and Azure (max 5,000
+MiB).
 """
 _RETRY_OPTIONS = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
 def check_object_name(name: str) -> str:
-    """The name of an object, or of a file of a capture: parts with `/` between, which lead nowhere
-    else.
+    """Returns a name of an object or of a capture's file, if it is safe: parts separated by `/`
+    that cannot leave the store.
 
     Raises:
         UsageError: `unsafe-name`.
@@ -58,16 +57,16 @@ def check_object_name(name: str) -> str:
 
 
 class ObjectStore:
-    """The files below an address.
+    """Files below a directory or an object-store URL.
 
     Args:
         url: Directory, or address as `s3://bucket/prefix`, `gs://...`, `az://...`.
-        options: What the object store needs (keys, endpoint), by the names of the `object_store` library; what is not
-            in it comes from the environment, as `AWS_ACCESS_KEY_ID`.
+        options: Settings of the object store (keys, endpoint) as named by the `object_store`
+            library; the others come from the environment, such as `AWS_ACCESS_KEY_ID`.
 
     Raises:
         InputError: `no-extra`: the extra `fleet` is not installed.
-        OutputError: `cannot-write`: the directory cannot be made.
+        OutputError: `cannot-write`: the directory cannot be created.
         UsageError: `wrong-usage`: an address of another kind.
     """
 
@@ -96,7 +95,7 @@ class ObjectStore:
             config = dict(options or {})
             allow_http = config.pop(
                 "aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", "")
-            )  # the client's options go before
+            )  # client options take precedence
             try:
                 self._store = from_url(  # type: ignore[call-overload]
                     self.url,
@@ -121,13 +120,13 @@ class ObjectStore:
         except OSError as error:
             raise _build_write_error(self.directory, error) from error
         self._store = LocalStore(self.directory)
-        for leftover in self.directory.glob(f"{_PARTIAL_PREFIX}*"):  # by a process that was killed
+        for leftover in self.directory.glob(f"{_PARTIAL_PREFIX}*"):  # of a process that was killed
             with suppress(FileNotFoundError):
                 if leftover.stat().st_mtime < time.time() - _STALE_AFTER_S:
                     leftover.unlink()
 
     def put(self, name: str, content: bytes) -> bool:
-        """Write a small object that is not there yet; False: it was, and is left as it is.
+        """Writes a small object; returns False and changes nothing if it already exists.
 
         Raises:
             OutputError: `cannot-write`.
@@ -149,9 +148,9 @@ class ObjectStore:
         return True
 
     def put_file(self, name: str, path: Path) -> None:
-        """Write a file of any size under a name; what is there already is left as it is.
+        """Writes a file of any size under a name; an existing object is left unchanged.
 
-        Errors as of `put`.
+        Errors as for `put`.
         """
         from obstore.exceptions import BaseError
 
@@ -168,8 +167,8 @@ class ObjectStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[NewFile]:
-        """A new file of a directory, which is there under its name once all is written inside, and
-        else not at all.
+        """Yields a new file in a directory, which appears under its name once the block ends
+        without error.
 
         Raises:
             OutputError: `cannot-write`.
@@ -186,7 +185,7 @@ class ObjectStore:
                 os.fsync(handle.fileno())
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(partial, path)  # unlike a rename it replaces nothing
+                os.link(partial, path)  # unlike a rename, a link replaces nothing
             except FileExistsError:
                 file.existed = True
         except OSError as error:
@@ -197,11 +196,11 @@ class ObjectStore:
 
     @property
     def most_uploaded(self) -> int:
-        """Bytes that a file may have which somebody else sends to this store."""
+        """Returns the max bytes of a file that a client can upload to this store."""
         return sys.maxsize if self.directory is not None else _MAX_UPLOAD_BYTES
 
     def upload_url(self, name: str, seconds: int) -> str | None:
-        """Where anybody may PUT this object for so many seconds; None for a directory.
+        """Returns a URL to which anyone may PUT this object for `seconds`; None for a directory.
 
         Raises:
             InputError: `unreadable`: there are no credentials to sign with.
@@ -210,9 +209,8 @@ class ObjectStore:
         return None if self.directory is not None else self._signed("PUT", name, seconds)
 
     def readable_at(self, name: str, seconds: int) -> str | None:
-        """Where a process without credentials reads this object for so many seconds: an address
-        that is signed for it alone, or the path in a directory; None where a directory has no
-        such file.
+        """Returns where a process without credentials can read this object for `seconds`: a URL
+        signed for this object, or the path in a directory; None if a directory has no such file.
 
         Raises:
             InputError: `unreadable`: there are no credentials to sign with.
@@ -236,7 +234,7 @@ class ObjectStore:
             raise self._unreadable(name, error) from error
 
     def size(self, name: str) -> int | None:
-        """Bytes of an object, None where there is none.
+        """Returns the bytes of an object; None if it does not exist.
 
         Raises:
             InputError: `unreadable`.
@@ -251,10 +249,10 @@ class ObjectStore:
             raise self._unreadable(name, error) from error
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object, in pieces.
+        """Yields the content of an object in chunks.
 
         Raises:
-            InputError: `unreadable`: it is not there, or its store does not answer.
+            InputError: `unreadable`: it does not exist, or its store does not respond.
         """
         from obstore.exceptions import BaseError
 
@@ -267,7 +265,7 @@ class ObjectStore:
             raise self._unreadable(name, error) from error
 
     def delete(self, name: str) -> None:
-        """Take an object away, if it is there.
+        """Deletes an object if it exists.
 
         Raises:
             OutputError: `cannot-write`.
@@ -282,7 +280,7 @@ class ObjectStore:
             raise _build_write_error(self._where(name), error) from error
 
     def names(self, prefix: str) -> list[str]:
-        """The names below a prefix, such as `analysed`, sorted.
+        """Returns the sorted names below a prefix, such as `analysed`.
 
         Raises:
             InputError: `unreadable`.
@@ -306,9 +304,9 @@ class ObjectStore:
 
 
 class NewFile:
-    """A file that is being written.
+    """A file being written.
 
-    `existed`: in the end there was one of its name already, which stays.
+    `existed` becomes True if the name was already taken; the existing object is kept.
     """
 
     def __init__(self, handle: BinaryIO) -> None:
@@ -316,7 +314,7 @@ class NewFile:
         self.existed = False
 
     def write(self, chunk: bytes) -> None:
-        """Add bytes."""
+        """Appends bytes."""
         self._handle.write(chunk)
 
 

@@ -1,4 +1,4 @@
-"""Documents in versions, trigger rules and charges, webhooks and deliveries."""
+"""State of versioned documents, trigger rules and charges, webhooks and their deliveries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DocumentName = Literal["owners", "prices"]
 
 
 class StoredDocument(NamedTuple):
-    """A version of a document, from 1 on: since when it counts, who wrote it, its text."""
+    """A version (from 1 on) of a document: when it took effect, who wrote it, its text."""
 
     version: int
     at_ns: int
@@ -30,17 +30,17 @@ class StoredDocument(NamedTuple):
 
 
 class DocumentState(StateDatabase):
-    """Documents and their earlier versions."""
+    """Versioned documents."""
 
     def document(self, name: DocumentName, version: int | None = None) -> StoredDocument | None:
-        """A version of a document, the last one without a number; None where there is none."""
+        """Returns a version of a document, by default the latest; None if it does not exist."""
         versions = self.documents(name, 1, version)
         return versions[0] if versions else None
 
     def documents(
         self, name: DocumentName, limit: int = 1000, version: int | None = None
     ) -> list[StoredDocument]:
-        """The versions of a document, newest first; of one number where it is named."""
+        """Returns the versions of a document, newest first; only `version` if it is given."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
@@ -56,9 +56,9 @@ class DocumentState(StateDatabase):
             ]
 
     def put_document(self, name: DocumentName, author: str, document: str) -> int:
-        """Keep a new version; its number."""
+        """Stores a new version; returns its number."""
         with self._transaction() as connection:
-            # two who write at once get two numbers, or the second is refused by the key
+            # Concurrent writers get different numbers, or the primary key refuses the second.
             [row] = self._rows(
                 connection,
                 "SELECT COALESCE(MAX(version), 0) + 1 AS version FROM documents WHERE name = :name",
@@ -81,13 +81,13 @@ EventName = Literal["request.done", "request.partial", "request.failed", "regres
 EVENTS: tuple[EventName, ...] = get_args(EventName)
 MAX_WEBHOOKS = 32
 MAX_WAITING = 1000
-"""Deliveries of one webhook that wait; what comes beyond is dropped, and counted."""
+"""Max pending deliveries of a webhook; further ones are dropped and counted."""
 
 
 class FleetEvent(NamedTuple):
-    """Something that webhooks are told.
+    """An event sent to webhooks.
 
-    `id` is the same however often it is told; `document`: the body, JSON.
+    `id` is the same on every retry; `document` is the body, JSON.
     """
 
     id: str
@@ -113,7 +113,7 @@ class WebhookRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delivery(msgspec.Struct, frozen=True, kw_only=True):
-    """An event that a webhook is to be told, with all that it takes."""
+    """A pending delivery of an event to a webhook, with everything needed to send it."""
 
     webhook: str
     url: str
@@ -126,10 +126,10 @@ class Delivery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookState(StateDatabase):
-    """Webhooks and their deliveries."""
+    """Webhooks and their pending deliveries."""
 
     def add_webhook(self, name: str, url: str, events: Collection[EventName]) -> str:
-        """Make a webhook; its secret, which nobody is told again.
+        """Adds a webhook; returns its secret, which is not returned again.
 
         Raises:
             UsageError: `webhook-exists`; `too-many-webhooks`.
@@ -162,7 +162,7 @@ class WebhookState(StateDatabase):
         return secret
 
     def remove_webhook(self, name: str) -> bool:
-        """Tell it nothing any more; False where there is none."""
+        """Removes a webhook and its pending deliveries; returns False if it does not exist."""
         with self._transaction() as connection:
             self._change(connection, "DELETE FROM deliveries WHERE webhook = :name", name=name)
             return bool(
@@ -170,7 +170,7 @@ class WebhookState(StateDatabase):
             )
 
     def webhooks(self) -> list[WebhookRecord]:
-        """All webhooks, by name."""
+        """Returns all webhooks, sorted by name."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
@@ -183,7 +183,9 @@ class WebhookState(StateDatabase):
             ]
 
     def webhook_secret(self, name: str) -> str | None:
-        """What a webhook's deliveries are signed with; None where there is none of that name."""
+        """Returns the secret that signs a webhook's deliveries; None if there is no such
+        webhook.
+        """
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT secret FROM webhooks WHERE name = :name", name=name
@@ -191,7 +193,7 @@ class WebhookState(StateDatabase):
             return str(rows[0]["secret"]) if rows else None
 
     def due_deliveries(self, now_ns: int, busy: Collection[str] = ()) -> list[Delivery]:
-        """Of each webhook the oldest delivery that is due; none of those that are `busy`."""
+        """Returns the oldest due delivery of each webhook that is not in `busy`."""
         with self._transaction() as connection:
             names = self._rows(
                 connection,
@@ -215,7 +217,7 @@ class WebhookState(StateDatabase):
     def close_delivery(
         self, delivery: Delivery, error: str = "", due_ns: int | None = None
     ) -> None:
-        """It arrived; or it did not, and is tried again at `due_ns`, or never."""
+        """Records the outcome of an attempt: delivered, to be retried at `due_ns`, or given up."""
         delivery_key = {"name": delivery.webhook, "id": delivery.id}
         with self._transaction() as connection:
             self._change(
@@ -245,8 +247,8 @@ class WebhookState(StateDatabase):
             )
 
     def _tell(self, connection: Connection, events: Sequence[FleetEvent]) -> None:
-        """Have events told to every webhook that wants them, as part of the change that they are
-        about.
+        """Queues events for every subscribed webhook, in the transaction of the change they
+        report.
         """
         if not events:
             return
@@ -275,17 +277,17 @@ _RULES, _LOOKED, _BATCH = "triggers", "regressions looked for", "batch that rule
 
 
 class CommittedCapture(NamedTuple):
-    """A capture whose rows came into the tables, and its job."""
+    """A capture whose rows were committed to the tables, and its job."""
 
     capture: str
     job: str
 
 
 class TriggerState(WebhookState):
-    """Rules, charges and counts, as documents of their owner."""
+    """Rules, charges and counts, as documents in the format of `fleet.triggers`."""
 
     def trigger_rules(self) -> str:
-        """The rules as they were set, TOML; "" where nobody has."""
+        """Returns the rules in TOML; "" if none were set."""
         with self._transaction() as connection:
             rows = self._rows(
                 connection, "SELECT document FROM settings WHERE name = :name", name=_RULES
@@ -293,12 +295,12 @@ class TriggerState(WebhookState):
             return str(rows[0]["document"]) if rows else ""
 
     def set_trigger_rules(self, text: str) -> None:
-        """Put rules in the place of those before."""
+        """Replaces the rules."""
         with self._transaction() as connection:
             self._set(connection, "settings", _RULES, text)
 
     def trigger_documents(self) -> tuple[list[str], dict[str, str]]:
-        """Charges, and rule -> what it did."""
+        """Returns charges, and counts by rule."""
         with self._transaction() as connection:
             charges = self._rows(connection, "SELECT document FROM trigger_charges")
             counts = self._rows(connection, "SELECT name, document FROM trigger_counts")
@@ -309,7 +311,9 @@ class TriggerState(WebhookState):
     def put_trigger_documents(
         self, charges: Mapping[str, str], counts: Mapping[str, str], removed: Sequence[str] = ()
     ) -> None:
-        """Write charges (by request) and counts (by rule) that have changed, and forget others."""
+        """Writes changed charges (by request) and counts (by rule), and deletes the charges of
+        `removed`.
+        """
         with self._transaction() as connection:
             for request, document in charges.items():
                 self._change(
@@ -329,10 +333,9 @@ class TriggerState(WebhookState):
                 self._set(connection, "trigger_counts", name, document)
 
     def newly_committed(self, limit: int = 1000) -> tuple[int, list[CommittedCapture]]:
-        """The last batch, and captures that were first analysed in it or since the one that was
-        noted last.
+        """Returns the last batch, and the captures first analysed since the batch noted last.
 
-        None are new before one was noted.
+        Before a batch was noted, no captures are new.
         """
         with self._transaction() as connection:
             rows = self._rows(
@@ -359,22 +362,22 @@ class TriggerState(WebhookState):
             return through, [CommittedCapture(row["capture"], row["job"]) for row in new]
 
     def note_committed(self, through: int) -> None:
-        """Captures up to this batch are new no more."""
+        """Marks captures up to this batch as seen."""
         with self._transaction() as connection:
             self._set(connection, "settings", _BATCH, str(through))
 
     def add_regressions(
         self, since_ns: Mapping[str, int], apart_ns: int, event: Callable[[str], FleetEvent]
     ) -> list[str]:
-        """Know of regressions, and tell webhooks of those that are new; these.
+        """Records regressions, queues webhook events for the new ones, and returns the new ones.
 
         Args:
             since_ns: Series -> when it became slower, in ns since the epoch.
-            apart_ns: How much later a series must have become slower for that to be another regression: more jobs move
-                the place of a change a little.
-            event: What webhooks are told of a series.
+            apart_ns: How much later a series must have become slower to count as another
+                regression: more jobs shift the time of a change slightly.
+            event: Builds the webhook event of a series.
 
-        At the very first look all are known, and none is new.
+        On the very first call all are recorded and none is new.
         """
         with self._transaction() as connection:
             first = not self._rows(
@@ -402,7 +405,7 @@ class TriggerState(WebhookState):
             return new
 
     def _set(self, connection: Connection, table: str, name: str, document: str) -> None:
-        """Put a document under a name into a table of such, which is one of ours."""
+        """Inserts or replaces a document in a table of named documents; `table` must be trusted."""
         self._change(
             connection,
             f"INSERT INTO {table} (name, document) VALUES (:name, :document) "  # noqa: S608

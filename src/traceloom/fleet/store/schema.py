@@ -1,7 +1,7 @@
-"""Columns of the tables; usage minutes that add up.
+"""Schemas of the fleet's tables, and computation of usage per minute and hour.
 
-All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; what is not
-known is null. docs/reference/fleet-tables.md is made of this.
+All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix time; unknown values
+are null. docs/reference/fleet-tables.md is generated from this module.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from traceloom.trace.columns import find_column
 from traceloom.trace.frames import Column
 
 VERSION = 1
-"""Of all schemas together; a service refuses tables of another version."""
+"""Version of all schemas together; a service refuses tables of another version."""
 
 STATES = ("busy", "idle-allocated", "unallocated", "unreachable")
-"""What a device can be in: it computes; a job holds it; nobody does; its agent does not say."""
+"""States of a device: it computes; a job holds it; nobody holds it; its agent does not respond."""
 
 MINUTE_MS = 60_000
 BUSY, ALLOCATED, UNALLOCATED, UNREACHABLE = STATES
 
 DIMENSIONS = ("division", "product", "application", "model", "user", "framework")
-"""Whose a job is, beside its name: what owners say."""
+"""Attributes of a job that owners can set, besides its name."""
 
 _NOT_SAID = "nobody says it"
 _NO_STEPS = "the trace holds no whole step"
@@ -37,14 +37,14 @@ _NO_MODEL = "the file does not name the device"
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """One table.
+    """Schema of one table.
 
     Attributes:
-        name: Of the table and of its directory.
-        meaning: What a row is.
+        name: Name of the table and of its directory.
+        meaning: Meaning of a row.
         types: The columns in order, `day` first.
         columns: Their declarations.
-        keep_days: After how many days rows are removed; None: never.
+        keep_days: Days after which rows are removed; None: never.
     """
 
     name: str
@@ -54,15 +54,15 @@ class TableSchema:
     keep_days: int | None = None
 
     def empty(self) -> pl.DataFrame:
-        """The table without rows."""
+        """Returns the table without rows."""
         return pl.DataFrame(schema=self.types)
 
     def complete(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """Rows with all columns of the table, in order and of its types; null where the frame has
-        no such column.
+        """Returns rows with all columns of the table, in its order and types; missing columns are
+        null.
 
         Raises:
-            ValueError: The frame has a column that the table has not.
+            ValueError: The frame has a column that the table does not have.
         """
         if strange := set(frame.columns) - set(self.types):
             raise ValueError(f"`{self.name}` has no column {', '.join(sorted(strange))}")
@@ -308,11 +308,11 @@ SCHEMAS: dict[str, TableSchema] = {
         _define_table("owners", "what people say of a job, which goes before that", _OWNER_COLUMNS),
     )
 }
-"""Table -> its declaration, in the order of the documentation."""
+"""Schemas by table, in the order of the documentation."""
 
 
 def get_utc_day(time_ns: int) -> date:
-    """The day in UTC of a Unix time in nanoseconds.
+    """Returns the UTC day of a Unix time in nanoseconds.
 
     Raises:
         ValueError, OverflowError: It is outside the years 1 to 9999.
@@ -323,10 +323,10 @@ def get_utc_day(time_ns: int) -> date:
 _DEVICE_KEYS = ("time_ns", "host", "device")
 _MINUTE_NS = MINUTE_MS * 1_000_000
 _HOUR_NS = 60 * _MINUTE_NS
-_MAX_AMOUNT = 1e18  # of an amount: more is none, and no 64 bits hold a sum of many
+_MAX_AMOUNT = 1e18  # larger amounts are invalid, and their sum would overflow 64 bits
 _TEXT_COLUMNS = ("host", "device", "device_model", "job", "state")
 _AMOUNT_COLUMNS = ("busy_ms", "energy_mj", "flops_low", "flops_high", "input_bytes")
-# Amounts added up; null where none is known.
+# Sums of amounts; null if no value is known.
 _AMOUNT_SUMS = [
     pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
     for name in _AMOUNT_COLUMNS
@@ -334,20 +334,20 @@ _AMOUNT_SUMS = [
 
 
 def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = None) -> pl.DataFrame:
-    """Rows of `usage_minute` from what was seen.
+    """Computes rows of `usage_minute` from observations.
 
-    The parts of a device's minute become whole milliseconds; what rounding leaves goes to the
-    largest remainders, in the order of state and job where these are equal. What is missing to a
-    minute is `unreachable`. Parts of more than a minute, as of an agent that was asked twice or
-    whose clock jumped, are scaled down to one.
+    The parts of a device's minute are rounded to whole milliseconds by largest remainder, with ties
+    in the order of state and job. The rest of a minute is `unreachable`. Parts that add up to more
+    than a minute, as from an agent that was polled twice or whose clock jumped, are scaled down to
+    one.
 
     Args:
-        observed: Columns of `usage_minute` but `day`; `device_ms` and the amounts may have fractions. Rows of one device,
-            minute, job and state are added up. A time inside a minute counts for that minute; parts
-            that are not positive are left out, amounts that are negative or not finite are not
-            known.
-        due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that are to be heard of: those
-            of which nothing was seen in the minute are unreachable for all of it.
+        observed: Columns of `usage_minute` except `day`; `device_ms` and the amounts may be
+            fractional. Rows of one device, minute, job and state are added up. A time inside a
+            minute counts for that minute; parts that are not positive are dropped, amounts that are
+            negative or not finite are unknown.
+        due: `time_ns` (start of a minute), `host`, `device`, `device_model` of devices that should
+            have reported: those without observations in the minute are unreachable for all of it.
     """
     amounts = {name: pl.col(name).cast(pl.Float64) for name in ("device_ms", *_AMOUNT_COLUMNS)}
     parts = observed.select(
@@ -363,7 +363,7 @@ def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = Non
         parts = pl.concat(
             [parts, silent.with_columns(state=pl.lit(UNREACHABLE), device_ms=0.0)], how="diagonal"
         )
-    # Texts as numbers in their order are grouped and sorted in a fraction of the time.
+    # Grouping and sorting integer codes takes a fraction of the time of strings.
     values = {name: parts[name].drop_nulls().unique() for name in _TEXT_COLUMNS}
     values["state"] = pl.concat([values["state"], pl.Series([UNREACHABLE])]).unique()
     orders = pl.Schema({name: pl.Enum(texts.sort()) for name, texts in values.items()})
@@ -391,8 +391,9 @@ def compute_usage_minutes(observed: pl.DataFrame, due: pl.DataFrame | None = Non
 
 
 def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
-    """Parts as whole milliseconds of which those of a device and minute, which stand together, add
-    up to 60,000.
+    """Rounds parts to whole milliseconds so that each device and minute adds up to 60,000.
+
+    Parts of a device and minute must be adjacent.
     """
     if not parts.size:
         return np.empty(0, dtype=np.int64)
@@ -403,8 +404,7 @@ def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
     exact = parts * (MINUTE_MS / np.add.reduceat(parts, first))[group]
     floor = np.floor(exact)
     missing_ms = MINUTE_MS - np.add.reduceat(floor, first)
-    # by remainder in each group, which ends before the next begins; equal remainders stay in their
-    # order
+    # Stable sort by remainder within each group: equal remainders keep their order.
     remainder_order = np.argsort(group + (floor - exact), kind="stable")
     rank_in_group = np.empty(parts.size, dtype=np.int64)
     rank_in_group[remainder_order] = np.arange(parts.size) - first[group]
@@ -412,8 +412,9 @@ def _fit_to_minutes(parts: Floats, device_minutes: pl.DataFrame) -> Ints:
 
 
 def compute_usage_hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
-    """Rows of `usage_hour` from those of `usage_minute`, or of `usage_hour`; parts of hours are
-    added up to parts.
+    """Computes rows of `usage_hour` from rows of `usage_minute` or `usage_hour`.
+
+    A partial hour gives a partial row.
     """
     rows = (
         usage_minute.with_columns(pl.col("time_ns") // _HOUR_NS * _HOUR_NS)

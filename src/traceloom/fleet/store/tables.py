@@ -1,10 +1,10 @@
-"""Delta tables, rows on their way to them.
+"""Delta tables of a fleet, and the packed rows that wait to be committed to them.
 
-Writers of several processes would lose commits of each other, so one writes: a batch of rows for
-several tables has a number, and each table notes the number of the last batch it holds (an
-application transaction of Delta). A batch that was interrupted is committed again under its number:
-tables that hold it already are left as they are, the others take it, so that no row is lost or
-stands twice.
+Concurrent writers of several processes would lose each other's commits, so a single process writes:
+a batch of rows for several tables has a number, and each table records the number of the last batch
+it holds (a Delta application transaction). An interrupted batch is committed again under its
+number: tables that already hold it are left unchanged and the others take it, so that no row is
+lost or duplicated.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ if TYPE_CHECKING:
     from deltalake import DeltaTable
 
 
-_SCHEMA = "traceloom.schema"  # the transaction whose number is the version of the schema
+_SCHEMA = "traceloom.schema"  # application transaction that holds the schema's version
 _CONFIGURATION = {
-    "delta.checkpointInterval": "50",  # commits after which the log is summed up: every few minutes at most
+    "delta.checkpointInterval": "50",  # commits between checkpoints: at most every few minutes
     "delta.logRetentionDuration": "interval 7 days",
 }
-_LATE_DAYS = 3  # minutes wait on a host for two days where it does not reach the service
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of a capture: it stands in a predicate
+_LATE_DAYS = 3  # a host keeps minutes for two days while it cannot reach the service
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of a capture; used in a predicate
 
 
 class Tables:
     """All tables of a store.
 
     Args:
-        url: Directory, or address as of `s3://bucket/prefix`; the tables lie in `tables/` below it.
-        options: What the object store needs (keys, endpoint), by the names of the `object_store` library.
+        url: Directory, or address as `s3://bucket/prefix`; the tables are in `tables/` below it.
+        options: What the object store needs (keys, endpoint), by the names of the `object_store`
+            library.
 
     Raises:
         InputError: `no-extra`: the extra `fleet` is not installed.
@@ -52,18 +53,18 @@ class Tables:
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
         if (
             find_spec("deltalake") is None
-        ):  # which is loaded where a table is opened: it takes 60 MB
+        ):  # deltalake is loaded only when a table is opened: it takes 60 MB
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the tables of a fleet need deltalake", slug="no-extra", hint=hint)
         self.url = url.rstrip("/")
         self.options = dict(options or {})
 
     def address(self, name: str) -> str:
-        """Where a table lies."""
+        """Returns the URL of a table."""
         return f"{self.url}/tables/{SCHEMAS[name].name}"
 
     def create(self) -> None:
-        """Make the tables that are not there.
+        """Creates the tables that do not exist yet.
 
         Raises:
             InputError: `other-version`: a table has another schema; `unreadable`.
@@ -76,7 +77,7 @@ class Tables:
             try:
                 self._open(
                     name
-                )  # `DeltaTable.is_deltatable` would keep Python's lock while a store is slow
+                )  # `DeltaTable.is_deltatable` would hold the GIL while a store is slow
             except InputError as error:  # noqa: PERF203  (a dozen tables)
                 if not isinstance(error.__cause__, TableNotFoundError):
                     raise
@@ -96,8 +97,8 @@ class Tables:
                     )
 
     def scan(self, name: str, first: date | None = None, last: date | None = None) -> pl.LazyFrame:
-        """The rows of a table from the first day to the last, both included, with the columns of
-        its schema.
+        """Returns the rows of a table from the first day to the last, both inclusive, with the
+        columns of its schema.
 
         Raises:
             InputError: `other-version`, `unreadable`.
@@ -111,7 +112,7 @@ class Tables:
         return frame.select(list(SCHEMAS[name].types))
 
     def version(self, name: str) -> int:
-        """The number of the last commit to a table; errors as of `scan`."""
+        """Returns the version of the last commit to a table; errors as for `scan`."""
         return self._open(name).version()
 
     def commit(
@@ -121,23 +122,25 @@ class Tables:
         rows: Mapping[str, pl.DataFrame],
         replaced: Iterable[str] = (),
     ) -> dict[str, int]:
-        """Add a batch, exactly once however often it is called.
+        """Adds a batch exactly once, however often it is called.
 
         Args:
-            source: Who numbers batches, as `captures` or `usage`; each source counts for itself.
-            number: Of the batch, higher than those before. A batch that is committed again has the same rows.
-            rows: Rows by table; columns that are missing are null.
-            replaced: Captures that were analysed again: in each table the same commit takes their earlier rows away.
-                All rows are of these captures then.
+            source: Namespace of the batch numbers, such as `captures` or `usage`.
+            number: Number of the batch, higher than all before. A batch that is committed again has
+                the same rows.
+            rows: Rows by table; missing columns are null.
+            replaced: Captures that were analysed again: the same commit removes their earlier rows
+                from each table. All rows must then belong to these captures.
 
         Returns:
-            Table -> rows that were added now; tables that held the batch are not in it.
+            Table -> number of rows added now; tables that already held the batch are left out.
 
         Raises:
             InputError: `other-version`, `unreadable`.
-            OutputError: `cannot-write`: nothing of the table that failed was added; those before hold the batch.
-            ValueError: a row is of no day, a column is not of the table, or the name of a capture has other signs than
-                letters, digits, `.`, `_`, `-`.
+            OutputError: `cannot-write`: nothing was added to the failed table; earlier tables hold
+                the batch.
+            ValueError: A row has no day, a column does not belong to the table, or a capture's name
+                has characters other than letters, digits, `.`, `_` and `-`.
         """
         from deltalake import CommitProperties, Transaction, write_deltalake
 
@@ -178,11 +181,11 @@ class Tables:
         return added
 
     def compact(self, today: date) -> None:
-        """What is to be done every night: small files become large ones, old rows and files go,
-        logs are summed up.
+        """Runs the nightly maintenance: compacts small files, deletes old rows and files, and
+        checkpoints logs.
 
-        Of the last days before today, to which hosts may still have sent minutes, the parts of
-        hours that came one after the other become one row.
+        For the last days before today, for which hosts may have sent late minutes, the partial rows
+        of an hour are merged into one row.
 
         Raises:
             InputError: `other-version`, `unreadable`.
@@ -200,13 +203,16 @@ class Tables:
                         self._add_up(table, today - timedelta(days=ago))
                 table.optimize.compact(
                     max_concurrent_tasks=1
-                )  # each takes the memory of a large file
-                table.vacuum(dry_run=False)  # files that no version of the last seven days has
+                )  # each one needs the memory of a large file
+                table.vacuum(dry_run=False)  # files that no version of the last seven days uses
                 table.create_checkpoint()
                 table.cleanup_metadata()
 
     def _add_up(self, table: DeltaTable, day: date) -> None:
-        """Hour by hour: of thousands of devices a whole day of parts is more than fits."""
+        """Merges the partial rows of a day hour by hour.
+
+        A whole day of partial rows of thousands of devices does not fit into memory.
+        """
         from deltalake import write_deltalake
 
         day_rows = self.scan("usage_hour", day, day)
@@ -252,31 +258,31 @@ def _report_write_errors(address: str) -> Iterator[None]:
 
 
 MAX_ROWS_BYTES = 1 << 30
-"""The most that the rows of a capture may have in memory."""
+"""Max bytes of a capture's rows in memory."""
 
 _SUFFIX = ".arrow"
 
 
 def pack_rows(rows: Mapping[str, pl.DataFrame]) -> bytes:
-    """Rows by table as one file."""
+    """Packs rows by table into a zip archive of Arrow IPC files."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, frame in rows.items():
             with archive.open(f"{name}{_SUFFIX}", "w") as file:
                 frame.write_ipc(
                     file, compression="uncompressed"
-                )  # so that the archive says how large it is
+                )  # so that the archive states the uncompressed size
     return buffer.getvalue()
 
 
 def unpack_rows(content: bytes, capture: str) -> dict[str, pl.DataFrame]:
-    """What `packed_rows` made, by table, with all columns of each.
+    """Unpacks an archive of `pack_rows` into rows by table, with all columns of each.
 
-    Whoever made it has read files of strangers: it is taken for what the schemas allow, and for
-    rows of its capture.
+    The writer has processed untrusted files, so only rows of this capture that fit the schemas are
+    accepted.
 
     Raises:
-        ValueError: It is anything else.
+        ValueError: The archive is anything else.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
