@@ -1,6 +1,4 @@
-"""The application of the service: the routes, and before them who asks, what they may, and how
-often.
-"""
+"""The ASGI application of the service: routes, authentication, authorization and rate limits."""
 
 from __future__ import annotations
 
@@ -69,14 +67,14 @@ _RETRY_HINT = "come again later, or less often"
 
 
 class FleetAuthenticationMiddleware:
-    """In front of the routes: who asks, by their token, and whether they ask too often."""
+    """Middleware that identifies the client by its token and limits its request rate."""
 
     def __init__(self, app: ASGIApp, service: FleetService) -> None:
         self.app, self.service = app, service
         self.rates = RateLimiter(service.limits.requests_per_second, hint=_RETRY_HINT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and count it."""
+        """Handles a request and counts it."""
         code = 500
 
         async def counted(message: Message) -> None:
@@ -100,9 +98,8 @@ class FleetAuthenticationMiddleware:
         if other := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
             raise other
-        if scope["path"].startswith(
-            AGENTS_PATH
-        ):  # hosts show a credential of their own, which their routes check
+        # Hosts show their own credential, which their routes check.
+        if scope["path"].startswith(AGENTS_PATH):
             host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]
             self.rates.take(address if host == "enrol" else f"host {host}")
             return _ANONYMOUS_TOKEN
@@ -132,19 +129,22 @@ class FleetAuthenticationMiddleware:
 
 
 def convert_to_unavailable(error: TraceloomError) -> HttpError:
-    """A trouble of the state or a store, which the client need not know more of."""
+    """Returns the 503 response for an error of the state or a store, without details for the
+    client.
+    """
     return HttpError(
         503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5
     )
 
 
 async def call_route(route: FleetRoute, context: FleetRequestContext) -> msgspec.Struct | Response:
-    """What a route answers to who may ask it; `asked.request.state.what` is what the audit says of
-    it.
+    """Returns a route's response if the client may call it.
+
+    The audit log names the action as in `context.request.state.what`.
 
     Raises:
-        RequestError: It is refused: `not-allowed` for who has another role, `no-such-route` for names that no
-            database keeps.
+        RequestError: `not-allowed` for a token with another role, `no-such-route` for names that no
+            database can store.
     """
     if any("\0" in str(name) for name in context.request.path_params.values()):
         raise HttpError(404, "nothing has a name with a NUL", slug="no-such-route")
@@ -159,7 +159,7 @@ async def call_route(route: FleetRoute, context: FleetRequestContext) -> msgspec
 
 
 async def check_role(context: FleetRequestContext, role: Role | None) -> None:
-    """Refuse, and put into the audit, who may not do what needs a role.
+    """Refuses a client whose token lacks a role, and records that in the audit log.
 
     Raises:
         RequestError: `not-allowed`.
@@ -179,7 +179,7 @@ async def check_role(context: FleetRequestContext, role: Role | None) -> None:
 
 
 def build_fleet_app(service: FleetService) -> ASGIApp:
-    """The application that answers for a service."""
+    """Returns the ASGI application of a service."""
 
     def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
@@ -211,5 +211,5 @@ def build_fleet_app(service: FleetService) -> ASGIApp:
         ],
         exception_handlers=build_exception_handlers(paths, "the service"),
     )
-    app.router.redirect_slashes = False  # a redirect is no answer to clients
+    app.router.redirect_slashes = False  # API clients do not expect redirects
     return FleetAuthenticationMiddleware(app, service)

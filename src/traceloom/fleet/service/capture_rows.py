@@ -1,6 +1,4 @@
-"""The rows of one capture: what the fleet keeps of it for months, from the analyses that its report
-is made of.
-"""
+"""Builds the rows that the fleet stores for a capture, from the same analyses as its report."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 MAX_KERNELS = 10_000
-"""Rows of a rank; of more the largest stay, and the others become one."""
+"""Max kernel rows of a rank; the smallest beyond it are merged into one row."""
 
 OTHERS_LABEL = "(others)"
-"""The kernel of that one."""
+"""Kernel name of the merged row."""
 
-_MAX_TEXT_CHARS = 2_000  # characters of a name or of shapes
+_MAX_TEXT_CHARS = 2_000  # max characters of a name or of shapes
 _DEVICE_TIME_COLUMNS = (
     "compute_ns",
     "communication_ns",
@@ -38,13 +36,14 @@ _DEVICE_TIME_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class CaptureOrigin:
-    """Where a capture comes from.
+    """Origin of a capture.
 
     Attributes:
-        capture: Its name.
-        received_ns: When the service got it, Unix time: its time where its own clock is no time of day.
-        request, job, code: The request that it answers, its job, the version of its program; None
-        where not known.
+        capture: Name of the capture.
+        received_ns: When the service received it, Unix time; replaces the capture's own time if
+            that is not a wall-clock time.
+        request, job, code: The request it fulfils, its job, the version of its program; None if
+            unknown.
     """
 
     capture: str
@@ -55,15 +54,15 @@ class CaptureOrigin:
 
 
 def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.DataFrame]:
-    """The rows of a capture by table: captures, devices, kernels, findings.
+    """Builds the rows of a capture by table: captures, devices, kernels, findings.
 
-    Their sums are those of the report: of each device window, busy and idle time and the parts of
-    both, of all kernels the GPU work. What an analysis cannot work out, by a fault of ours, is left
-    out, and `section-failed` is among the notices.
+    Sums agree with the report: window, busy and idle time and their parts per device, and GPU work
+    over all kernels. An analysis that fails due to a defect is left out, and the notices include
+    `section-failed`.
 
     Args:
-        session: Its traces, checked.
-        origin: Where it comes from.
+        session: Checked traces of the capture.
+        origin: Origin of the capture.
     """
     start_times = [
         trace.start_ns
@@ -73,7 +72,7 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
     start_ns = min(start_times, default=origin.received_ns)
     try:
         day = get_utc_day(start_ns)
-    except (ValueError, OverflowError):  # a damaged clock
+    except (ValueError, OverflowError):  # a corrupt clock
         start_ns = origin.received_ns
         day = get_utc_day(start_ns)
     faults = SectionErrors(None)
@@ -160,7 +159,7 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
 
 
 def _build_device_rows(trace: Trace) -> pl.DataFrame:
-    """One row per device of a rank; the causes of idle time that do not occur are 0."""
+    """Builds one row per device of a rank; idle causes that do not occur are 0."""
     times = analyze.gpu_time(trace).devices
     totals = analyze.idle(trace).totals
     idle_ns = {
@@ -181,7 +180,7 @@ def _build_device_rows(trace: Trace) -> pl.DataFrame:
 
 
 def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
-    """GPU work by device, operator, shapes, types, kernel, kind and bound."""
+    """Builds rows of GPU work by device, operator, shapes, types, kernel, kind and bound."""
     names = trace.devices.select("device", device_model="name").unique("device")
     texts = ("kernel", "op", "shapes", "types")
     bound = classify_bounds(trace).select("event", "device", "roofline_ns", "bound")
@@ -212,7 +211,7 @@ def _build_kernel_rows(trace: Trace, hertz: dict[str, float]) -> pl.DataFrame:
 
 
 def _merge_rows(frame: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
-    """Rows with the same keys as one; the time at the peaks is null where that of a part is."""
+    """Merges rows with the same keys; the roofline time is null if that of a part is."""
     roofline = pl.when(pl.col("roofline_ns").is_not_null().all()).then(pl.col("roofline_ns").sum())
     return frame.group_by(keys).agg(
         pl.col("count", "total_ns").sum(),

@@ -1,8 +1,7 @@
-"""Rows of captures, usage minutes, job facts into the tables, exactly once.
+"""Commits rows of captures, usage minutes and job facts to the tables, exactly once.
 
-Libraries of tables take as much memory as all else that the service has, and what a commit needs
-they keep. So the service has a process of its own write; it ends when there was nothing to do for a
-while.
+The table libraries need as much memory as the rest of the service, and never free what a commit
+needed. So the service writes in a separate process, which ends after it was idle for a while.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from traceloom.system.processes import WorkerProcess
 
 MAX_JOBS_IN_BATCH = 20_000  # changes
 _MAX_LABELS = 100
-_MAX_TEXT_CHARS = 500  # signs of a label, of a host that may be anybody's
+_MAX_TEXT_CHARS = 500  # of a label, as hosts are not trusted
 
 
 def collect_job_facts(processes: Mapping[str, list[HostProcess]]) -> dict[str, JobFacts]:
-    """Job -> what its processes say of it: of each fact the first that says something, by host and
+    """Collects facts by job; for each fact the first process that states it counts, by host and
     rank.
 
     Args:
@@ -53,7 +52,7 @@ def collect_job_facts(processes: Mapping[str, list[HostProcess]]) -> dict[str, J
         for process in sorted(
             processes[host], key=lambda process: (process.rank is None, process.rank, process.key)
         ):
-            if process.job and "\0" not in process.job:  # which no database keeps
+            if process.job and "\0" not in process.job:  # NUL, which no database can store
                 members[process.job].append(process)
     facts = {}
     for job, job_processes in members.items():
@@ -71,7 +70,7 @@ def collect_job_facts(processes: Mapping[str, list[HostProcess]]) -> dict[str, J
 
 
 def collect_capture_facts(captures: pl.DataFrame) -> dict[tuple[str, int], JobFacts]:
-    """Job and start of a capture -> what the capture says of the job.
+    """Collects the facts that captures state about their jobs, by job and start of the capture.
 
     Args:
         captures: Rows of this table.
@@ -86,9 +85,9 @@ def collect_capture_facts(captures: pl.DataFrame) -> dict[tuple[str, int], JobFa
 
 
 def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
-    """Put a batch of changes into the tables, exactly once; how many there were.
+    """Commits a batch of job facts exactly once; returns the number of facts.
 
-    `term`: by which this service leads.
+    `term`: term by which this service leads.
     """
     batch = state.open_job_facts(MAX_JOBS_IN_BATCH, term)
     if batch is None:
@@ -118,7 +117,7 @@ def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
 
 
 MAX_USAGE_ROWS_IN_BATCH = 20_000  # minutes of hosts
-_MAX_SILENT_MINUTES = 7 * 1440  # minutes of a host that was away, which are told to be unreachable
+_MAX_SILENT_MINUTES = 7 * 1440  # max minutes of an absent host that are recorded as unreachable
 _MINUTE_NS = MINUTE_MS * 1_000_000
 _USAGE_TYPES = {
     "time_ns": pl.Int64,
@@ -137,11 +136,10 @@ _USAGE_TYPES = {
 
 
 def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
-    """Put a batch of minutes into the tables, exactly once; how many there were. `term`: by which
-    this service leads.
+    """Commits a batch of usage minutes exactly once; returns the number of minutes.
 
-    A host sends its minutes in order, so those that it left out it will never send: its devices
-    were unreachable then.
+    A host sends its minutes in order, so it will never send those it skipped: its devices are
+    recorded as unreachable then. `term`: term by which this service leads.
     """
     batch = state.open_usage(MAX_USAGE_ROWS_IN_BATCH, term)
     if batch is None:
@@ -193,31 +191,30 @@ IDLE_TIMEOUT_S = 15.0
 
 
 class TableWriter:
-    """Writes in this process.
+    """Writes the tables in this process.
 
     Args:
-        state: What waits.
-        objects: Where rows of captures are until they are in the tables.
-        tables: Where rows go.
+        state: Holds pending rows, minutes and facts.
+        objects: Holds rows of captures until they are in the tables.
+        tables: Receives rows.
     """
 
     def __init__(self, state: ServiceState, objects: ObjectStore, tables: Tables) -> None:
         self.state, self.objects, self.tables = state, objects, tables
 
     def create(self) -> None:
-        """Make the tables that are not there; errors as of `Tables.create`."""
+        """Creates missing tables; errors as for `Tables.create`."""
         self.tables.create()
 
     def commit(self, term: str, *, minutes: bool = True) -> int:
-        """Put a batch into the tables: of captures, or where none wait of minutes or jobs; how many
-        there were.
+        """Commits a batch of captures, or of minutes or jobs if no captures wait; returns its size.
 
         Args:
-            term: By which this service leads.
+            term: Term by which this service leads.
             minutes: Whether minutes and jobs are due.
 
         Raises:
-            TraceloomError: `not-leading`, or a store does not answer.
+            TraceloomError: `not-leading`, or a store does not respond.
         """
         batch = self.state.open_batch(MAX_IN_BATCH, term)
         if batch is None:
@@ -243,24 +240,23 @@ class TableWriter:
         return len(batch.tasks)
 
     def compact(self, today: date) -> None:
-        """Do what is to be done to the tables once a day; errors as of `Tables.compact`."""
+        """Runs the daily maintenance; errors as for `Tables.compact`."""
         self.tables.compact(today)
 
     def rest(self) -> None:
-        """There is nothing to do now."""
+        """Does nothing: called when there is nothing to write."""
 
     def close(self) -> None:
-        """Nothing is to be written any more."""
+        """Does nothing: there are no resources to release."""
 
 
 class WriterProcess:
-    """Writes in a process of its own, which is started when there is something to write. Methods as
-    of `TableWriter`.
+    """Writes the tables in a separate process, started on demand. Methods as of `TableWriter`.
 
     Args:
-        state: Address of the state.
-        store: Address of files and tables.
-        idle_s: After how long without anything to write it ends.
+        state: URL of the state.
+        store: URL of files and tables.
+        idle_s: Seconds without writes after which the process ends.
     """
 
     def __init__(self, state: str, store: str, idle_s: float = IDLE_TIMEOUT_S) -> None:
@@ -271,30 +267,30 @@ class WriterProcess:
         self._used_s = 0.0  # of the monotonic clock
 
     def create(self) -> None:
-        """Make the tables that are not there."""
+        """Creates missing tables."""
         self._ask("create")
 
     def commit(self, term: str, *, minutes: bool = True) -> int:
-        """Put a batch into the tables; how many there were."""
+        """Commits a batch; returns its size."""
         return self._ask("commit", term=term, minutes=minutes)
 
     def compact(self, today: date) -> None:
-        """Do what is to be done to the tables once a day."""
+        """Runs the daily maintenance."""
         self._ask("compact", today=today.isoformat())
 
     def rest(self) -> None:
-        """There is nothing to do now: after a while the process ends."""
+        """Ends the process if it has been idle for long enough."""
         with self._lock:
             if time.monotonic() - self._used_s > self._idle_s:
                 self._end()
 
     def close(self) -> None:
-        """Nothing is to be written any more."""
+        """Ends the process."""
         with self._lock:
             self._end()
 
     def _ask(self, command: str, **arguments: str | bool) -> int:
-        """Ask the process to do something; what it counts.
+        """Sends a command to the process; returns the count in its answer.
 
         Raises:
             OutputError: `cannot-write`: the process was killed, or cannot be started.
@@ -310,7 +306,8 @@ class WriterProcess:
             except (
                 OSError,
                 ValueError,
-            ) as error:  # no process is to be had, or it was cut while it wrote
+            ) as error:
+                # The process cannot be started, or was killed while it wrote.
                 self._end()
                 raise OutputError(
                     f"no process writes the tables: {error}", slug="cannot-write"
@@ -335,17 +332,16 @@ class WriterProcess:
 
 
 def get_rows_name(task: TaskRecord) -> str:
-    """Where rows of a capture are until they are in the tables."""
+    """Returns the object name of a capture's rows until they are in the tables."""
     return f"analysed/{task.id}.zip"
 
 
 def main() -> None:
-    """Write as this process is told by lines of JSON, until whoever started it ends."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C in a terminal reaches all; the service ends this one
+    """Executes commands from lines of JSON on standard input, until that ends."""
+    # Ctrl-C in a terminal reaches all processes; the service ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that libraries print must not mix with answers
     jobs = read_jobs(sys.stdin)
     stores = next(jobs)
     writer: TableWriter | None = None

@@ -1,12 +1,12 @@
-"""Tasks on local processes, Dask, Ray.
+"""Engines that run tasks in local processes or in a Dask cluster.
 
-A process of a task knows no secret of the service: it gets files, never where they are kept.
+A task's process knows no secret of the service: it gets files, but no credentials for the stores.
 
-A worker does a task as this host would: its files come into a folder of their own, and a process
-with limits of memory and time, which knows nothing but that folder, works on them. So a capture
-that crashes, hangs or swells ends that process, and not the worker. What goes over the network is
-the task and its answer: bytes that this module made, and no object of a library that read a
-stranger's file. Dask itself carries them in pickles between its own processes.
+A worker of a cluster runs a task like the local host: its files are copied to a folder of their
+own, and a process with limits of memory and time, which knows only that folder, works on them. So a
+capture that crashes, hangs or exhausts memory ends that process, and not the worker. Only the task
+and its answer go over the network: bytes encoded by this module, never an object of a library that
+read an untrusted file. Dask itself carries them in pickles between its own processes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
     from distributed import Client
 
 
-_TASKS_PER_PROCESS = 200  # then it is replaced: what little each leaves behind does not add up
+_TASKS_PER_PROCESS = 200  # then it is replaced, which bounds leaks
 _SERVICE_ENDS = "the service ends"
 
 
 class ProcessEngine:
-    """Tasks in processes of this host, used again: one that crashes, hangs or swells is replaced.
+    """Runs tasks in reused processes of this host; one that crashes, hangs or exhausts memory is
+    replaced.
 
     Args:
-        slots: How many at once; None: one for each core but one.
-        memory_bytes: Of data that a process may have.
+        slots: Max tasks at once; None: one for each core but one.
+        memory_bytes: Max data of a process.
         main: The module that a process runs.
-        temporary: Where files of tasks are brought; None: the system's temporary directory.
+        temporary: Where files of tasks are copied; None: the system's temporary directory.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class ProcessEngine:
         self._closed = False
 
     def submit(self, task: EngineTask) -> Future[bytes]:
-        """Begin a task as soon as a process is free; its result, or an error as of `Engine`."""
+        """Starts a task once a process is free; result and errors as of `Engine`."""
         return self._pool.submit(self._run, task)
 
     def check(self) -> str:
-        """How many there are."""
+        """Returns a description of the number of processes."""
         return f"{self.slots} at once, in processes of this host"
 
     def close(self) -> None:
-        """Kill what runs, and wait for its end."""
+        """Kills running processes, and waits until they have ended."""
         with self._lock:
             self._closed = True
             workers = [*self._running, *(worker for worker, _ in self._idle)]
@@ -121,7 +122,7 @@ class ProcessEngine:
             worker.send({"task": task.name, "arguments": arguments})
             answer = next(worker.answers(), None)
         except ValueError:
-            answer = None  # it was cut while it wrote
+            answer = None  # it was killed while it wrote
         finally:
             timer.cancel()
         with self._lock:
@@ -166,11 +167,11 @@ class ProcessEngine:
 
 
 def create_engine(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
-    """Make the engine of an address: `processes` or `dask://HOST:PORT`.
+    """Returns the engine for an address: `processes` or `dask://HOST:PORT`.
 
     Args:
-        address: Which it is.
-        slots: How many tasks at once.
+        address: Address of the engine.
+        slots: Max tasks at once.
         tls: For a cluster.
 
     Raises:
@@ -196,7 +197,7 @@ def create_engine(address: str, slots: int | None = None, tls: EngineTls | None 
 
 
 SLOTS = 16
-"""How many tasks wait in a cluster at once, where nobody says it."""
+"""Default for the max number of tasks in a cluster at once."""
 
 _RETRY_AFTER_S = 5.0
 _CONNECT_S = 10.0
@@ -204,7 +205,7 @@ _lock = threading.Lock()
 
 
 class EngineTls(msgspec.Struct, frozen=True):
-    """PEM files with which the service and a cluster prove each other who they are."""
+    """PEM files for mutual TLS between the service and a cluster."""
 
     ca: str = ""
     certificate: str = ""
@@ -212,8 +213,8 @@ class EngineTls(msgspec.Struct, frozen=True):
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """What workers get besides the task: the version of the service, and the limits and module of
-    its process.
+    """Settings sent to workers with each task: version of the service, memory limit, module
+    to run.
     """
 
     version: str = __version__
@@ -222,9 +223,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):
-    """What became of a task: its result, or what failed.
+    """Outcome of a task in a cluster: its result, or what failed.
 
-    The `worker` did where it says nothing of the task.
+    `failed` is `worker` if the failure is not due to the task.
     """
 
     result: bytes = b""
@@ -240,13 +241,13 @@ def _work_in_worker(task: bytes, settings: bytes) -> bytes:
 
 
 def run_in_worker(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes:
-    """Do a task in a worker of the cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
+    """Runs a task in a worker of the cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
 
     Args:
         task: An `EngineTask`.
         settings: `ClusterSettings`.
-        slots: How many this worker does at once.
-        temporary: Where files are brought.
+        slots: Max tasks at once in this worker.
+        temporary: Where files are copied.
     """
     return msgspec.msgpack.encode(_run_task(task, settings, slots, temporary))
 
@@ -266,7 +267,7 @@ def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> Cluste
         return ClusterAnswer(failed="for good" if error.final else "task", error=str(error))
     except (TraceloomError, OSError) as error:
         return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {error}")
-    except Exception as error:  # noqa: BLE001  (raised, a cluster would log the task, and with it signed addresses)
+    except Exception as error:  # noqa: BLE001  (if raised, the cluster would log the task, including signed URLs)
         return ClusterAnswer(
             failed="worker", error=f"{socket.gethostname()}: {type(error).__name__}: {error}"
         )
@@ -274,24 +275,24 @@ def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> Cluste
 
 @cache
 def _get_processes(slots: int, settings: ClusterSettings, temporary: str) -> ProcessEngine:
-    """The processes of this worker, which end with it."""
+    """Returns the processes of this worker, which end with it."""
     return ProcessEngine(
         slots, memory_bytes=settings.memory_bytes, main=settings.main, temporary=Path(temporary)
     )
 
 
 class DaskEngine:
-    """Tasks in the workers of a Dask scheduler: as many at once in each worker as it has threads.
+    """Runs tasks in the workers of a Dask scheduler, one per thread of a worker.
 
     Args:
         address: `HOST:PORT` of the scheduler.
-        slots: How many tasks may wait or run there at once; None: 16.
-        tls: Without it, only at a loopback address.
+        slots: Max tasks that wait or run there; None: 16.
+        tls: Required unless the address is loopback.
         settings: Limits of the processes.
 
     Raises:
-        UsageError: `engine-without-tls`: others could read and change what is sent, and what is sent is run;
-            `wrong-usage`: no address.
+        UsageError: `engine-without-tls`: others could read and change what is sent, and what is
+            sent is executed; `wrong-usage`: not an address.
         InputError: `tls-unusable`.
     """
 
@@ -308,22 +309,23 @@ class DaskEngine:
         self._client: Client | None = None
         self._settings = msgspec.msgpack.encode(settings)
         _check_security(self._where, address, tls)
-        # One more than the pipeline has, so that a report need not wait for an analysis to end.
+        # One more than the pipeline uses, so that a report need not wait for an analysis.
         self._pool = ThreadPoolExecutor(self.slots + 1, "traceloom-task")
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._reason = ""  # why the last try to connect failed
-        self._again_s = 0.0  # of the monotonic clock, before which there is no other
+        self._reason = ""  # why the last attempt to connect failed
+        self._again_s = 0.0  # monotonic time before which there is no other attempt
 
     def submit(self, task: EngineTask) -> Future[bytes]:
-        """Send a task; its result, or an error as of `Engine`."""
+        """Sends a task; result and errors as of `Engine`."""
         return self._pool.submit(self._run, task)
 
     def check(self) -> str:
-        """See that workers answer which have this version, and say how many there are.
+        """Checks that workers with this version respond; returns their number in a description.
 
         Raises:
-            InputError: `no-engine`: nobody answers, nobody works there, or workers have other versions.
+            InputError: `no-engine`: no scheduler or worker responds, or workers have other
+                versions.
         """
         versions = self._versions()
         if not versions:
@@ -336,15 +338,15 @@ class DaskEngine:
         return f"{self._where}, workers: {len(versions)}"
 
     def close(self) -> None:
-        """Leave the cluster; what runs there is done in vain."""
+        """Disconnects from the cluster; results of running tasks are lost."""
         self._closed.set()
         with self._lock:
             if self._client is not None:
-                self._client.close(timeout=_CONNECT_S)  # whoever waits for a result gets an error
+                self._client.close(timeout=_CONNECT_S)  # pending results raise an error
         self._pool.shutdown(cancel_futures=True)
 
     def _unavailable(self, reason: str) -> InputError:
-        """The error where the cluster does not do its part."""
+        """Returns the error for a cluster that does not work."""
         return InputError(
             f"the cluster does not work: {reason}",
             slug="no-engine",
@@ -353,7 +355,7 @@ class DaskEngine:
         )
 
     def _connected(self) -> Client:
-        """The client, connected.
+        """Returns a connected client.
 
         Raises:
             InputError: `no-engine`.
@@ -361,9 +363,8 @@ class DaskEngine:
         with self._lock:
             if self._closed.is_set():
                 raise self._unavailable("the service left it")
-            if (
-                time.monotonic() < self._again_s
-            ):  # whoever waited here need not wait again, each after the other
+            # Threads that waited for the lock need not each wait for a timeout.
+            if time.monotonic() < self._again_s:
                 raise self._unavailable(self._reason)
             if self._client is None or self._client.status not in {"running", "connecting"}:
                 try:
@@ -416,10 +417,10 @@ class DaskEngine:
         return answer.result
 
     def _request(self, name: str, task: bytes) -> bytes:
-        """Have a worker do `work_here`, and wait for its answer.
+        """Runs `run_in_worker` in a worker, and waits for its answer.
 
         Raises:
-            TaskError: The worker was killed over it.
+            TaskError: Its workers were killed.
             InputError: `no-engine`.
         """
         client = self._connected()
@@ -433,12 +434,12 @@ class DaskEngine:
             raise TaskError("workers of the cluster that worked on it were killed") from error
         except CancelledError as error:
             raise self._unavailable("its scheduler lost the task") from error
-        except Exception as error:  # whatever a worker raises that cannot even begin it
+        except Exception as error:  # anything that a worker raises before it starts the task
             raise self._unavailable(f"{type(error).__name__}: {_first_line(error)}") from error
         return answer
 
     def _versions(self) -> list[str]:
-        """The version of Traceloom of each worker, or why it has none.
+        """Returns the Traceloom version of each worker, or why it has none.
 
         Raises:
             InputError: `no-engine`.
@@ -456,7 +457,7 @@ def _version_here() -> str:
 
 
 def _host_port(address: str) -> tuple[str, int]:
-    """The host and the port of `HOST:PORT`.
+    """Splits `HOST:PORT`.
 
     Raises:
         UsageError: `wrong-usage`.
@@ -474,7 +475,7 @@ def _host_port(address: str) -> tuple[str, int]:
 
 
 def _first_line(error: BaseException) -> str:
-    """What an error of a library says, shortly."""
+    """Returns the first line of a library's error, at most 200 characters."""
     return str(error).partition("\n")[0][:200]
 
 

@@ -1,10 +1,10 @@
-"""The way of a capture: `received → checked → analysed → committed`.
+"""The pipeline of a capture: `received → checked → analysed → committed`.
 
-Threads take tasks under leases, have an engine work on them, and keep what it gives; one committer
-for all services that share a state puts rows of many captures into the tables at once. Each step
-can be done again: files are written under names that say what they hold, and a batch has a number
-that the tables note. So a service that is killed loses and doubles nothing: tasks it held are taken
-again when their leases end, and its batch is committed by whoever leads.
+Threads lease tasks, run them on an engine and store the results; one committer for all services
+that share a state commits rows of many captures at once. Every step is idempotent: file names
+depend on their content, and the tables record batch numbers. So a killed service loses and
+duplicates nothing: its tasks are taken over when their leases expire, and its batch is committed by
+the next leader.
 """
 
 from __future__ import annotations
@@ -42,43 +42,44 @@ from traceloom.fleet.store.schema import get_utc_day
 from traceloom.fleet.store.tables import Tables, unpack_rows
 
 COMMIT_INTERVAL_S = 5.0
-_ROUNDS = 12  # of which minutes and jobs wait for one: else a thousand hosts make a small file every five seconds
+_ROUNDS = 12  # minutes and jobs are committed every n-th round only, to avoid many small files
 _ROUNDS_WHEN_MANY = 60
-_MANY = 500  # minutes of hosts at once
+_MANY = 500  # pending host minutes that count as many
 LEASE_S = 30.0
 TASK_TIMEOUT_S = 1800.0
-"""How long a task may take."""
+"""Max seconds of a task."""
 ADDRESS_LIFETIME_S = 6 * 3600
-"""How long a signed address of a file works: a task may wait for a worker before it fetches."""
+"""Validity of a signed URL of a file, in seconds: a task may wait for a worker before it
+downloads.
+"""
 
 _DAY_NS = 86_400 * 10**9
-_NIGHT_NS = (
-    2 * 3_600 * 10**9
-)  # after midnight in UTC, when hosts have sent the last minutes of the day
-_COMPACTED = "compacted"  # the number of the day on which the tables were compacted last
-_POLL_S = 0.5  # between looks for a task, where there was none
-_ERROR_PAUSE_S = 5.0  # before the next try, where the state or a store does not answer
+# After midnight in UTC, when hosts have sent the last minutes of the day.
+_NIGHT_NS = 2 * 3_600 * 10**9
+_COMPACTED = "compacted"  # name of the number that holds the day of the last compaction
+_POLL_S = 0.5  # between polls while no task waits
+_ERROR_PAUSE_S = 5.0  # before a retry when the state or a store does not respond
 
 _log = logging.getLogger(__name__)
 
 
 def get_capture_directory(capture: CaptureRecord) -> str:
-    """Where the files of a capture are kept."""
+    """Returns the object prefix of a capture's files."""
     return f"captures/{capture.day}/{capture.id}"
 
 
 class CapturePipeline:
-    """Works on tasks until it is stopped.
+    """Processes tasks until it is stopped.
 
     Args:
-        state: Where tasks stand.
-        objects: Where files are.
-        tables: Where rows go.
-        engine: What works.
-        lease_s: For how long a task is taken at a time; after that others take it over from a service that died.
-        commit_s: How long rows wait for others to be committed with them.
-        task_s: How long a task may take.
-        writer: Who writes the tables; None: this process.
+        state: Holds tasks.
+        objects: Holds files.
+        tables: Receives rows.
+        engine: Runs tasks.
+        lease_s: Duration of a task's lease; once it expires, others take over from a dead service.
+        commit_s: How long rows wait to be committed together with others.
+        task_s: Max duration of a task.
+        writer: Writes the tables; None: this process does.
         clock: Now, in ns since the epoch.
     """
 
@@ -97,27 +98,27 @@ class CapturePipeline:
     ) -> None:
         self.state, self.objects, self.engine = state, objects, engine
         self._writer = writer or TableWriter(state, objects, tables)
-        self._minutes_s = 0.0  # of the monotonic clock, when minutes and jobs are due
+        self._minutes_s = 0.0  # monotonic time at which usage minutes and jobs are due
         self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
-        self.term = ""  # by which this service leads: a new name each time that it begins to
-        self._leads_until = 0.0  # of the monotonic clock, which goes on while a process is stopped
-        self._writing = threading.Lock()  # of the tables: who writes is one
+        self.term = ""  # under which this service leads: a new name each time it becomes leader
+        self._leads_until = 0.0  # monotonic clock: it advances while suspended
+        self._writing = threading.Lock()  # there is only one writer of the tables
         self._stop = threading.Event()
-        self._more = threading.Event()  # a task may be there
+        self._more = threading.Event()  # a task may be available
         self._full = threading.Event()  # a whole batch waits
         self._waiting = 0
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to work, in threads."""
+        """Starts the worker threads."""
         loops = [self._lead_loop, self._commit_loop, *[self._work_loop] * self.engine.slots]
         self._threads = [threading.Thread(target=loop, name="traceloom-pipeline") for loop in loops]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End: tasks that run are left to others."""
+        """Stops; running tasks are left to other services."""
         self._stop.set()
         self._more.set()
         self._full.set()
@@ -127,22 +128,22 @@ class CapturePipeline:
         self._writer.close()
         try:
             self.state.resign(self.term)
-        except TraceloomError as error:  # the lease ends by itself
+        except TraceloomError as error:  # the lease expires by itself
             _log.warning("%s", error)
 
     @property
     def leads(self) -> bool:
-        """Whether this service talks to hosts and commits; what it writes as such is refused once
-        another one does.
+        """Whether this service talks to hosts and commits; its writes are refused once another one
+        leads.
         """
         return bool(self.term) and time.monotonic() < self._leads_until
 
     def look(self) -> None:
-        """A task was added: do not wait to look for it."""
+        """Wakes up a worker, as a task was added."""
         self._more.set()
 
     def work(self) -> bool:
-        """Take a task and bring it as far as it goes; False where none waits."""
+        """Takes a task and processes it as far as possible; returns False if none waits."""
         task = self.state.claim(self.holder, self.lease_s)
         if task is None:
             return False
@@ -158,16 +159,17 @@ class CapturePipeline:
         except (
             TraceloomError,
             OSError,
-        ) as error:  # of the engine, the store or the disk, not of the capture
+        ) as error:
+            # A failure of the engine, the store or the disk, not of the capture.
             _log.warning("%s: %s", task.id, error)
             self.state.give_back(task.id, self.holder, _ERROR_PAUSE_S)
         return True
 
     def lead(self) -> None:
-        """Begin to lead where nobody does, or go on with it.
+        """Becomes leader if there is none, or extends the lease.
 
         Raises:
-            OutputError: The state does not answer.
+            OutputError: The state does not respond.
         """
         until = time.monotonic() + self.lease_s
         if self.term and not self.state.keep_leading(LEADER, self.term, self.lease_s):
@@ -179,12 +181,12 @@ class CapturePipeline:
         self._leads_until = until
 
     def commit(self, *, minutes: bool = True) -> int:
-        """Put a batch into the tables, as `TableWriter.commit`."""
+        """Commits a batch to the tables, as `TableWriter.commit`."""
         return self._writer.commit(self.term, minutes=minutes)
 
     def compact(self, nightly: bool = False) -> bool:
-        """Do what is to be done to the tables once a day; False where it is not time. For who leads
-        alone.
+        """Runs the daily maintenance of the tables; returns False if it is not due. Only the leader
+        may.
 
         Args:
             nightly: Only once a day, and only from 02:00 in UTC on.
@@ -198,12 +200,11 @@ class CapturePipeline:
         return True
 
     def rendered(self, capture: CaptureRecord, task: Literal["render", "render_timeline"]) -> str:
-        """The name of the report of a capture, or of its timeline for Perfetto, which is made when
-        first asked for.
+        """Returns the name of a capture's report or Perfetto timeline, rendered on first access.
 
         Raises:
             TaskError: It could not be rendered.
-            TraceloomError: A store does not answer.
+            TraceloomError: A store does not respond.
         """
         ending = "html" if task == "render" else "perfetto.json.gz"
         name = f"reports/{capture.day}/{capture.id}.{__version__}.{ending}"
@@ -215,12 +216,12 @@ class CapturePipeline:
         return name
 
     def comparison(self, base: CaptureRecord, new: CaptureRecord) -> str:
-        """The name of the page of a capture against another one, which is made when it is first
-        asked for.
+        """Returns the name of the page that compares a capture with a base, rendered on first
+        access.
 
         Raises:
             TaskError: They cannot be compared.
-            TraceloomError: A store does not answer.
+            TraceloomError: A store does not respond.
         """
         both = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
         name = f"reports/{new.day}/{both}.{__version__}.html"
@@ -238,14 +239,14 @@ class CapturePipeline:
         if task.state == "received":
             self._done(task, self._work_on(capture, "check"))
             if not self.state.advance(task.id, self.holder, "checked"):
-                return  # somebody else has it
+                return  # another service has it
         work = self._work_on(
             capture, "analyse", capture=capture.id, job=capture.job, received_ns=capture.received_ns
         )
         content = self._done(task, work)
         try:
             unpack_rows(content, capture.id)
-        except ValueError as error:  # kept, they would stop every commit
+        except ValueError as error:  # once stored, they would make every commit fail
             raise TaskError(f"`analyse` gave no rows of the capture: {error}") from error
         self.objects.put(get_rows_name(task), content)
         if self.state.advance(task.id, self.holder, "analysed"):
@@ -254,7 +255,7 @@ class CapturePipeline:
                 self._full.set()
 
     def _done(self, task: TaskRecord, work: EngineTask) -> bytes:
-        """Have it done, and keep the task meanwhile."""
+        """Runs a task on the engine and renews its lease meanwhile."""
         future = self.engine.submit(work)
         while not wait([future], self.lease_s / 3).done:
             self.state.renew(task.id, self.holder, self.lease_s)
@@ -263,7 +264,7 @@ class CapturePipeline:
     def _work_on(
         self, record: CaptureRecord, task: TaskName, /, **arguments: str | int
     ) -> EngineTask:
-        """A task on all files of a capture, wherever they are kept."""
+        """Returns an engine task on all files of a capture, wherever they are stored."""
         return EngineTask(task, tuple(self._files_of(record)), arguments, self.task_s)
 
     def _files_of(self, capture: CaptureRecord, directory: str = "") -> Iterator[TaskFile]:
@@ -286,7 +287,7 @@ class CapturePipeline:
                 if not self.work():
                     self._more.wait(_POLL_S)
                     self._more.clear()
-            except Exception:  # noqa: BLE001, PERF203  (one defect must not end all work: it is logged)
+            except Exception:  # noqa: BLE001, PERF203  (one defect must not stop all work: it is logged)
                 _log.exception("a task could not be worked on")
                 self._stop.wait(_ERROR_PAUSE_S)
 
@@ -324,6 +325,6 @@ class CapturePipeline:
         while not self._stop.is_set():
             try:
                 self.lead()
-            except TraceloomError as error:  # it leads until its lease has ended
+            except TraceloomError as error:  # it leads until its lease expires
                 _log.warning("%s", error)
             self._stop.wait(self.lease_s / 3)

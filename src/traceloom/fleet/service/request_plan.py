@@ -1,12 +1,11 @@
-"""How a request for a trace of many hosts goes: from what its hosts say and the time, to the next
-state.
+"""The state machine of a trace request across many hosts, driven by host reports and time.
 
 `planned → announced → armed → running → collecting → stitching → analysing → done | partial |
 failed | cancelled`
 
-Everything here is a function of the request and the time, so that a service that starts again goes
-on where it was. Hosts that do not keep up are left out with a reason; the others do not wait for
-them beyond a deadline.
+All functions here are pure functions of the request and the time, so that a restarted service
+resumes where it was. Hosts that miss a deadline are dropped with a reason; the others do not wait
+for them any longer.
 """
 
 from __future__ import annotations
@@ -45,36 +44,34 @@ FleetState = Literal[
 ENDED_FLEET_STATES = frozenset({"done", "partial", "failed", "cancelled"})
 
 _SECOND_NS = 1_000_000_000
-_ARM_TIMEOUT_NS = 30 * _SECOND_NS  # for the hosts to say that they are ready
-# Between the decision and the instant, at least: a host hears of it at once, its processes poll
-# every second, and have to know it three seconds before. Hosts that were slow to say that they are
-# armed are as slow to begin, and to begin takes several such ways: to hear of it, to find the
-# processes, to write it down, to hand it over.
+_ARM_TIMEOUT_NS = 30 * _SECOND_NS  # for the hosts to report that they are ready
+# Min lead between the decision and the start: a host is notified at once, its processes poll every
+# second and must know the start three seconds in advance. Hosts that were slow to arm are as slow
+# to start, and starting takes several round trips: notification, finding the processes, storing the
+# request, handing it over.
 _LEAD_NS, _MOST_LEAD_NS = 6 * _SECOND_NS, 60 * _SECOND_NS
 _ROUND_TRIPS = 4
-_READY_TIMEOUT_NS = (
-    120 * _SECOND_NS
-)  # that a host waits for processes to be ready, beyond the instant
+# How long a host waits after the start for processes to be ready.
+_READY_TIMEOUT_NS = 120 * _SECOND_NS
 _DRAIN_TIMEOUT_NS = 120 * _SECOND_NS  # for files to be written and verified
 _UPLOAD_TIMEOUT_NS = 900 * _SECOND_NS
-# Of a clock that is believed: one that begins anew in 1970 is, and no round trip of an agent takes
-# twice the error.
+# Bounds of plausible clocks: an offset back to 1970 is plausible; an error of 10 s means a round
+# trip of 20 s, longer than any of an agent.
 _MOST_OFFSET_NS, _MOST_ERROR_NS = 100 * 365 * 86_400 * _SECOND_NS, 10 * _SECOND_NS
-# Of a pace that is believed: a step a day, and more of them than a loop of Python makes.
+# Bounds of plausible step rates: one step a day, and more than a Python loop can make.
 _SLOWEST, _FASTEST = 1 / 86_400, 1e6
-_MAX_AHEAD_S = (
-    30 * 86_400.0
-)  # that a step may be ahead, or a trace take: no clock has room for all that one may ask
-_MAX_NAMED = 8  # runs of ranks, or others that are alike
-_MAX_STEP_S = 60.0  # where nobody knows how long the steps of a job take
+# Max wait for a step, or duration of a trace: larger values overflow clocks.
+_MAX_AHEAD_S = 30 * 86_400.0
+_MAX_NAMED = 8  # max named ranges of ranks, or other groups of equal items
+_MAX_STEP_S = 60.0  # assumed if the step time of a job is unknown
 
 
 class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a host is.
+    """Progress of a host.
 
-    `state` is "" until it has said something; `since_ns`, `heard_ns`: by the service's clock, as
-    are `answered_ns` and `begun_ns`: when it first said something, and that it begins, 0 before
-    that; `ranks`: that it had when it was asked.
+    `state` is "" until its first report. By the service's clock: `since_ns`, `heard_ns`,
+    `answered_ns` (its first report) and `begun_ns` (its start); 0 before that. `ranks`: ranks it
+    had when the request was sent.
     """
 
     ranks: tuple[int, ...] = ()
@@ -89,23 +86,23 @@ class HostStatus(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[TraceTarget] = []
     files: list[HostFile] = []
     clock: ClockOffset | None = None
-    at_ns: int = 0  # when it is to begin, by its own clock
+    at_ns: int = 0  # start by the host's own clock
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more is expected of it."""
+        """Whether no more reports are expected."""
         return self.state in ENDED_HOST_STATES
 
 
 class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for a trace of the processes of a job, on all hosts that have some.
+    """A request to trace the processes of a job on all hosts that run it.
 
-    `start`: by what all are to begin, an instant or a step; `at_step`, `earliest_ns`: with which
-    step at the earliest, and when. `start_ns`: the common instant by the service's clock, about
-    which where it is a step, 0 before it is set; `start_step`: the common step, 0 where they begin
-    at an instant; `start_detail`: why that is so, or it is a later step, or who began late. `mark`:
-    who asks again with it means the same request. `reason` and `detail`: why it failed, or what is
-    missing; `capture`: the result; `trigger`: the rule that asked, None where somebody did.
+    `start`: whether all start at an instant or at a step; `at_step`, `earliest_ns`: earliest step
+    and time. `start_ns`: the common start by the service's clock, approximate if it is a step, 0
+    before it is set; `start_step`: the common step, 0 if they start at an instant; `start_detail`:
+    why it is an instant or a later step, or who started late. `mark`: idempotency key; a repeated
+    submission with it is the same request. `reason` and `detail`: why it failed, or what is
+    missing; `capture`: the result; `trigger`: the rule that made it, None if a person did.
     """
 
     id: str
@@ -129,16 +126,14 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it changes no more."""
+        """Whether its state is final."""
         return self.state in ENDED_FLEET_STATES
 
 
 def assign_hosts(
     request: FleetRequest, hosts: Mapping[str, Iterable[int]], now_ns: int
 ) -> FleetRequest:
-    """The request with the hosts that have processes of it, and their ranks as far as they are
-    known.
-    """
+    """Returns the request with the hosts that run its processes, and their known ranks."""
     host_statuses = {
         host: HostStatus(since_ns=now_ns, ranks=tuple(sorted(hosts[host])))
         for host in sorted(hosts)
@@ -151,7 +146,7 @@ def assign_hosts(
 
 
 def apply_report(request: FleetRequest, host: str, report: HostReport, now_ns: int) -> FleetRequest:
-    """The request with what a host says; what has ended stays as it ended."""
+    """Returns the request updated with a host's report; a host that has ended keeps its state."""
     before = request.hosts[host]
     if before.ended or request.ended:
         return request
@@ -159,7 +154,7 @@ def apply_report(request: FleetRequest, host: str, report: HostReport, now_ns: i
     if clock is not None and (
         abs(clock.offset_ns) > _MOST_OFFSET_NS or clock.error_ns > _MOST_ERROR_NS
     ):
-        clock = None  # all would wait for it, or the capture would lie in no time that there is
+        clock = None  # all hosts would wait for it, or the capture's time would be out of range
     processes = [
         replace(process, steps_per_second=validate_step_rate(process.steps_per_second))
         for process in report.processes
@@ -183,7 +178,7 @@ def apply_report(request: FleetRequest, host: str, report: HostReport, now_ns: i
 
 
 def validate_step_rate(steps_per_second: float | None) -> float | None:
-    """Steps per second as a host says; None where that cannot be, as a host may say anything."""
+    """Returns the reported steps per second; None if the value is not plausible."""
     believed = steps_per_second is not None and (
         steps_per_second == 0 or _SLOWEST <= steps_per_second <= _FASTEST
     )
@@ -191,9 +186,7 @@ def validate_step_rate(steps_per_second: float | None) -> float | None:
 
 
 def repeat_upload(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> FleetRequest:
-    """The request, some of whose hosts are to send their files once more: they are not where they
-    were.
-    """
+    """Returns the request with hosts that must upload their files again, as those were lost."""
     sending = {
         host: replace(request.hosts[host], state="uploading", since_ns=now_ns) for host in hosts
     }
@@ -206,7 +199,7 @@ def repeat_upload(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> F
 
 
 def cancel_request(request: FleetRequest, now_ns: int) -> FleetRequest:
-    """The request, which nobody wants any more."""
+    """Returns the request as cancelled."""
     return (
         request
         if request.ended
@@ -215,16 +208,16 @@ def cancel_request(request: FleetRequest, now_ns: int) -> FleetRequest:
 
 
 def advance_request(request: FleetRequest, now_ns: int) -> FleetRequest:
-    """The request as far as it has come by now, the same object if that is no further; apply until
-    it is.
+    """Returns the request advanced by one transition, or the same object if none is due.
 
-    `stitching` and `analysing` are left by `stitched` and `analysed`.
+    Call it until the object does not change. `finish_stitching` and `finish_analysis` leave the
+    states `stitching` and `analysing`.
     """
     hosts = request.hosts
     if request.state == "announced":
         late = now_ns >= request.since_ns + _ARM_TIMEOUT_NS
         if not late and any(not progress.state for progress in hosts.values()):
-            return request  # as it is after nearly every word of a thousand hosts, so it is told quickly
+            return request  # fast path: true after nearly every report of a thousand hosts
         open_hosts = {host: progress for host, progress in hosts.items() if not progress.ended}
         ready = {
             host
@@ -244,9 +237,8 @@ def advance_request(request: FleetRequest, now_ns: int) -> FleetRequest:
                 if progress.state != "armed"
             }
             request = _fail_hosts(request, missing, now_ns)
-            ready |= (
-                open_hosts.keys() - missing.keys()
-            )  # some of its processes are ready, or will be
+            # Some of its processes are ready, or will be.
+            ready |= open_hosts.keys() - missing.keys()
         if not late and ready != open_hosts.keys():
             return request
         if not ready:
@@ -286,15 +278,18 @@ def advance_request(request: FleetRequest, now_ns: int) -> FleetRequest:
 def finish_stitching(
     request: FleetRequest, capture: str, now_ns: int, faults: Sequence[str] = ()
 ) -> FleetRequest:
-    """The request whose parts have become a capture; `faults`: what was wrong with parts."""
+    """Returns the request once its parts are merged into a capture; `faults` lists problems of
+    parts.
+    """
     return _set_state(
         replace(request, capture=capture), "analysing", now_ns, detail="; ".join(faults)[:4000]
     )
 
 
 def finish_analysis(request: FleetRequest, now_ns: int, fault: str = "") -> FleetRequest:
-    """The request whose capture is analysed, or cannot be (`fault`); `partial` where something of a
-    host is missing.
+    """Returns the request once its capture is analysed, or failed (`fault`).
+
+    It is `partial` if something of a host is missing.
     """
     missing = "; ".join(filter(None, (_describe_missing(request), request.detail)))[:4000]
     late = []
@@ -328,7 +323,7 @@ def finish_analysis(request: FleetRequest, now_ns: int, fault: str = "") -> Flee
 
 
 def get_host_work(request: FleetRequest, host: str) -> HostWork | None:
-    """What a host is to do now; None where it has nothing to do with the request any more."""
+    """Returns the current work of a host; None if it has no more work for the request."""
     progress = request.hosts.get(host)
     if progress is None or progress.ended or request.ended:
         return None
@@ -345,7 +340,7 @@ def get_host_work(request: FleetRequest, host: str) -> HostWork | None:
     )
 
 
-# Inside.
+# Private.
 
 
 def _set_state(
@@ -357,7 +352,7 @@ def _set_state(
 def _fail_hosts(
     request: FleetRequest, faults: Mapping[str, tuple[str, str]], now_ns: int
 ) -> FleetRequest:
-    """The request without hosts that did not keep up."""
+    """Returns the request with failed hosts."""
     if not faults:
         return request
     ended = {
@@ -370,8 +365,9 @@ def _fail_hosts(
 
 
 def _compute_lead_ns(request: FleetRequest) -> int:
-    """How long before the instant it is decided: as the slowest host that is armed needs, by how
-    late it answered.
+    """Returns the time between the decision and the start, in ns.
+
+    It follows the slowest armed host, by the delay of its answer.
     """
     answers = (
         status.answered_ns - request.since_ns
@@ -382,15 +378,14 @@ def _compute_lead_ns(request: FleetRequest) -> int:
 
 
 def _set_start(request: FleetRequest, now_ns: int) -> FleetRequest:
-    """The request with what all begin by: one step, where that is wanted and can be, else one
+    """Returns the request with a common start: a step if requested and possible, else an
     instant.
     """
     if request.start == "step":
         reason, steps_made, rate = _estimate_steps(request, now_ns)
         if not reason:
-            possible = (
-                steps_made + math.ceil(rate * 2 * _compute_lead_ns(request) / _SECOND_NS) + 1
-            )  # no clock says when: twice the room
+            # No clock gives the time: twice the margin.
+            possible = steps_made + math.ceil(rate * 2 * _compute_lead_ns(request) / _SECOND_NS) + 1
             step = max(request.at_step, possible)
             if 0 < request.at_step < step:
                 reason = f"step {request.at_step} is too near: all can begin with step {step}"
@@ -402,8 +397,8 @@ def _set_start(request: FleetRequest, now_ns: int) -> FleetRequest:
 
 
 def _estimate_steps(request: FleetRequest, now_ns: int) -> tuple[str, int, float]:
-    """Why there can be no common step, "" where there can; steps that were made by now, and are
-    made per second.
+    """Returns why there is no common step ("" if there is), the steps done by now, and steps per
+    second.
     """
     if request.wanted.steps is None or request.wanted.profilers != ("timeline",):
         return "only a timeline of a number of steps can begin with a step", 0, 0.0
@@ -426,9 +421,8 @@ def _estimate_steps(request: FleetRequest, now_ns: int) -> tuple[str, int, float
         min(steps_by_process, key=steps_by_process.__getitem__),
         max(steps_by_process, key=steps_by_process.__getitem__),
     )
-    if steps_by_process[last] - steps_by_process[first] > max(
-        2.0, *rates
-    ):  # two steps, or what is made in a second
+    # Two steps, or the steps of a second.
+    if steps_by_process[last] - steps_by_process[first] > max(2.0, *rates):
         return (
             f"{first} has made {steps_by_process[first]:.0f} steps, {last} {steps_by_process[last]:.0f}",
             0,
@@ -438,9 +432,9 @@ def _estimate_steps(request: FleetRequest, now_ns: int) -> tuple[str, int, float
 
 
 def _set_start_time(request: FleetRequest, now_ns: int) -> FleetRequest:
-    """The request with one instant for all, in each host's own clock.
+    """Returns the request with a common start instant, in each host's own clock.
 
-    A clock that is not known is taken as right: its host is not left out, and the capture says so.
+    An unknown clock is assumed correct: its host takes part, and the capture states it.
     """
     errors = [
         progress.clock.error_ns for progress in request.hosts.values() if progress.clock is not None
@@ -457,7 +451,7 @@ def _set_start_time(request: FleetRequest, now_ns: int) -> FleetRequest:
 
 
 def _estimate_duration_ns(request: FleetRequest) -> int:
-    """How long after the instant a host may still be at it."""
+    """Returns how long after the start a host may still be tracing, in ns."""
     seconds = request.wanted.duration_s
     if seconds is None:
         rates = [
@@ -473,7 +467,7 @@ def _estimate_duration_ns(request: FleetRequest) -> int:
 
 
 def _describe_missing(request: FleetRequest) -> str:
-    """What is missing, host by host, in a sentence; "" where nothing is."""
+    """Returns a sentence that lists what is missing by host; "" if nothing is."""
     parts = []
     for host, progress in request.hosts.items():
         if progress.state != "uploaded":
@@ -497,7 +491,7 @@ def _describe_missing(request: FleetRequest) -> str:
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """Ranks in a few words, as `ranks 0-7, 12`."""
+    """Formats ranks as ranges, as `ranks 0-7, 12`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,11 +1,12 @@
-"""Performs it: fan-out, uploads, stitching into one capture.
+"""Executes trace requests: distributes them to hosts, receives files and merges them into a
+capture.
 
-What hosts say is kept in memory as long as it is fresh; who belongs, requests and usage are in the
-state, so that a service that starts again goes on. Everything here runs in the service's loop; the
+Heartbeats are kept in memory while they are fresh; enrolled hosts, requests and usage are in the
+state, so that a restarted service resumes. Everything here runs in the service's event loop; the
 state and files are used in threads.
 
-The files stay as they came. The offset of each host's clock stands in `capture.json`, and whoever
-reads the capture adds it; `link` refines it by collectives.
+Files are stored unchanged. `capture.json` has the clock offset of each host, which readers of the
+capture add; `link` refines it by collectives.
 """
 
 from __future__ import annotations
@@ -78,31 +79,32 @@ MAX_WAIT_S = 30.0
 _MAX_FILE_BYTES = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _POLL_S = 1.0
-_SAME_NS = 3600 * 10**9  # that a mark of a request is good for
-_POLLS_PER_JOB_SCAN = 5  # every so many looks at requests
-_MAX_ENDED = 1000  # requests that are remembered here; the state has all
+_SAME_NS = 3600 * 10**9  # validity of a request's mark
+_POLLS_PER_JOB_SCAN = 5  # polls of requests between scans of jobs
+_MAX_ENDED = 1000  # requests that are kept in memory; the state has all
 Choice = Literal["", "slowest-and-median"]
 
 
 class LastHeartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host said last, and when, by the service's clock."""
+    """The last heartbeat of a host, and when it came, by the service's clock."""
 
     heartbeat: Heartbeat
     received_ns: int
 
 
 class HostRegistry:
-    """Talks to hosts.
+    """Talks to hosts: enrolment, heartbeats, requests and uploads.
 
     Args:
-        state: Where hosts and requests are written down.
-        incoming: The directory for what hosts send: `incoming/REQUEST/HOST/`.
-        term: By which this service leads; once another one does, nothing is written down any more.
+        state: Stores hosts and requests.
+        incoming: The directory for uploads of hosts: `incoming/REQUEST/HOST/`.
+        term: Term by which this service leads; nothing is stored any more once another one leads.
         clock: Now, in ns since the epoch.
 
     Attributes:
-        on_stitching: Called with a request whose parts are all there; the parts are joined and analysed by it.
-        on_usage: Called with a host and rows of minutes that it told of, perhaps not for the first time.
+        on_stitching: Called with a request whose parts have all arrived; it merges and analyses
+            them.
+        on_usage: Called with a host and its rows of usage minutes, possibly repeated.
     """
 
     def __init__(
@@ -117,26 +119,23 @@ class HostRegistry:
         self.on_usage: Callable[[str, list[UsageRow]], None] = lambda _host, _rows: None
         self.members: dict[str, str] = {}  # host -> SHA-256 of its credential
         self.now: dict[str, LastHeartbeat] = {}
-        self.requests: dict[
-            str, FleetRequest
-        ] = {}  # that have not ended, and those that ended since the start
-        self._open: dict[
-            str, FleetRequest
-        ] = {}  # of these: each host that waits looks through them at every change
-        self._written: dict[str, FleetRequest] = {}  # what the state has of those that are open
-        self._unwritten: set[str] = (
-            set()
-        )  # requests that are further than the state says, as it did not answer
-        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> rows of usage that cannot be
-        self._said: dict[str, JobFacts] = {}  # job -> what hosts said of it last
-        self._changed = asyncio.Condition()  # a request
-        self._call = asyncio.Event()  # set, and replaced, when hosts have something else to do
+        # Open requests, and those that ended since the start.
+        self.requests: dict[str, FleetRequest] = {}
+        # The open ones: every waiting host scans them at every change.
+        self._open: dict[str, FleetRequest] = {}
+        self._written: dict[str, FleetRequest] = {}  # open requests as the state has them
+        # Requests whose progress could not be stored, as the state did not respond.
+        self._unwritten: set[str] = set()
+        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> implausible rows of usage
+        self._said: dict[str, JobFacts] = {}  # job -> its latest facts from hosts
+        self._changed = asyncio.Condition()  # notified when a request changes
+        self._call = asyncio.Event()  # set, and replaced, when hosts have new work
         self._writing = asyncio.Lock()
         self._closing = False
         self._advancing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Go on with what is on record."""
+        """Resumes the stored requests."""
         self._closing = False
         self.members, documents = await asyncio.to_thread(
             lambda: (self.state.hosts(), self.state.requests())
@@ -147,7 +146,7 @@ class HostRegistry:
         self.requests = {request.id: request for request in requests}
         self._open = {request.id: request for request in requests if not request.ended}
         for request in list(self._open.values()):
-            # What hosts sent to another service, which has ended, they are to send here.
+            # Files that hosts sent to a previous service must be sent here again.
             if request.state in {"running", "collecting", "stitching"}:
                 lost = {
                     host
@@ -168,17 +167,17 @@ class HostRegistry:
         )
 
     async def close(self) -> None:
-        """Stop; requests stay as they are. Hosts that wait for work are answered."""
+        """Stops; requests keep their state. Hosts that wait for work are answered."""
         self._closing = True
         self._call_hosts()
         if self._advancing is not None:
             self._advancing.cancel()
             await asyncio.gather(self._advancing, return_exceptions=True)
 
-    # Who belongs.
+    # Membership.
 
     async def enrol(self, enrolment: Enrolment) -> HostCredentials:
-        """Take a host into the fleet.
+        """Enrols a host.
 
         Raises:
             RequestError: `unknown-token`; `host-exists`: another host has the name.
@@ -211,7 +210,7 @@ class HostRegistry:
         return HostCredentials(host=enrolment.host, credential=credential)
 
     def check_host(self, host: str, credential: str) -> None:
-        """Check that the one who asks is this host.
+        """Checks the credential of a host.
 
         Raises:
             RequestError: `unknown-host`.
@@ -225,7 +224,7 @@ class HostRegistry:
             )
 
     async def remove(self, host: str) -> None:
-        """Let a host belong to the fleet no more.
+        """Removes a host from the fleet.
 
         Raises:
             RequestError: `no-such-host`.
@@ -240,10 +239,10 @@ class HostRegistry:
         self.members.pop(host, None)
         self.now.pop(host, None)
 
-    # How hosts are.
+    # Heartbeats.
 
     async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
-        """Take how a host is, and its usage; what was sent before is acknowledged again."""
+        """Processes a heartbeat and its usage; repeated usage is acknowledged again."""
         received_ns = self.clock()
         believed = [
             msgspec.structs.replace(
@@ -251,7 +250,7 @@ class HostRegistry:
             )
             for process in heartbeat.processes
         ]
-        # Without usage, which the state keeps.
+        # Without usage, which the state stores.
         stored_heartbeat = msgspec.structs.replace(heartbeat, usage=[], processes=believed)
         self.now[host] = LastHeartbeat(heartbeat=stored_heartbeat, received_ns=received_ns)
         through = 0
@@ -259,8 +258,8 @@ class HostRegistry:
             possible = drop_impossible_rows(heartbeat.usage, received_ns)
             self.on_usage(host, possible)
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
-            # A minute that has not been would pass for the last that the host sent, and what comes
-            # before it for old.
+            # A minute in the future would count as the host's last, and all earlier ones as
+            # outdated.
             last = compute_last_minute(received_ns)
             minutes: dict[int, list[UsageRow]] = {
                 row.minute: [] for row in heartbeat.usage if row.minute <= last
@@ -277,15 +276,15 @@ class HostRegistry:
         )
 
     def fresh(self) -> dict[str, LastHeartbeat]:
-        """Hosts that spoke of late."""
+        """Returns the heartbeats of hosts that are not lost."""
         return {host: now for host, now in list(self.now.items()) if self.is_fresh(now)}
 
     def is_fresh(self, now: LastHeartbeat) -> bool:
-        """Whether what a host said last is of late: else it is lost."""
+        """Returns whether a heartbeat is recent; if not, the host is lost."""
         return self.clock() - now.received_ns < FRESHNESS_NS
 
     def users_of(self, job: str) -> set[str]:
-        """Users whose processes a job has, as far as hosts say."""
+        """Returns the users of a job's processes, as reported by hosts."""
         processes = (
             process for now in self.fresh().values() for process in now.heartbeat.processes
         )
@@ -306,21 +305,23 @@ class HostRegistry:
         after_s: float = 0.0,
         mark: str = "",
     ) -> FleetRequest:
-        """Take a request for a trace of the processes of a job, on all hosts that have some.
+        """Creates a request to trace the processes of a job on all hosts that run it.
 
         Args:
-            spec: What is asked for.
-            requester: By whom.
-            choice: Of the processes that match, whom.
-            hosts: Of these hosts alone, where some are named.
-            trigger: The rule that asks, where nobody does.
-            start: By what all begin.
-            at_step: With which step at the earliest, where they begin with one.
-            after_s: In how many seconds at the earliest, where they begin at an instant.
-            mark: Whoever asked for this job with the same one in the last hour gets that request; "": a new one.
+            spec: What to trace.
+            requester: Who requests it.
+            choice: Which of the matching processes.
+            hosts: Only these hosts, if any are given.
+            trigger: The rule that requests it, if no person does.
+            start: Whether all start at an instant or at a step.
+            at_step: Earliest step, if they start at a step.
+            after_s: Min seconds until the start, if they start at an instant.
+            mark: Idempotency key: a request of this job with the same key in the last hour is
+                returned instead; "": always a new one.
 
         Raises:
-            RequestError: `wrong-request`; `no-such-job`: no host of late has such processes.
+            RequestError: `wrong-request`; `no-such-job`: no recently active host has such
+                processes.
         """
         if not spec.job:
             raise HttpError(400, "of which job?", slug="wrong-request", hint="name a job")
@@ -371,7 +372,7 @@ class HostRegistry:
         request = assign_hosts(request, host_ranks, now_ns)
         try:
             await self.put(request)
-        except TraceloomError:  # who asks hears so, and asks again
+        except TraceloomError:  # the client gets the error, and retries
             for requests in (self.requests, self._open):
                 requests.pop(request.id, None)
             self._unwritten.discard(request.id)
@@ -379,25 +380,24 @@ class HostRegistry:
         return request
 
     async def cancel(self, request: str) -> None:
-        """Stop a request; hosts hear of it with their next question for work."""
+        """Cancels a request; hosts learn of it when they poll for work."""
         await self.put(cancel_request(self.requests[request], self.clock()))
 
     async def put(self, request: FleetRequest, *, calls: bool = True) -> None:
-        """Set how far a request is, write it down, and tell everybody who waits for it.
+        """Sets and stores the progress of a request, and notifies all waiters.
 
         Args:
-            request: As it is now.
-            calls: Whether hosts have something else to do now. Where a thousand report how far they are, each of them
-                would else ask anew a thousand times.
+            request: Its new state.
+            calls: Whether hosts have new work now. Otherwise each of a thousand reporting hosts
+                would poll again a thousand times.
         """
         self.requests[request.id] = request
         if request.ended:
             self._open.pop(request.id, None)
         else:
             self._open[request.id] = request
-        async with (
-            self._writing
-        ):  # in order; what has changed again meanwhile is written as it is now
+        # In order; a request that changed again meanwhile is stored in its latest state.
+        async with self._writing:
             now = self.requests[request.id]
             if self._written.get(now.id) is not now:
                 self._unwritten.add(now.id)
@@ -449,7 +449,7 @@ class HostRegistry:
             self._call_hosts()
 
     async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
-        """The request now, and again after each change, until it has ended."""
+        """Yields the request now, and again after each change, until it has ended."""
         while True:
             now = self.requests[request]
             yield now
@@ -461,10 +461,10 @@ class HostRegistry:
     # Work.
 
     async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
-        """What a host is to do; waits while that is what the host knows (`version`) already."""
-        until = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)  # in this order nan is 0
+        """Returns the work of a host; waits while the host already has that `version`."""
+        until = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)  # in this order NaN becomes 0
         while True:
-            call = self._call  # before the look: what changes after it is not missed
+            call = self._call  # taken before the check, so that no later change is missed
             offers = (get_host_work(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
             now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
@@ -475,10 +475,10 @@ class HostRegistry:
                 await asyncio.wait_for(call.wait(), remaining_s)
 
     async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
-        """Take how far a host is; the files of it that are missing.
+        """Processes a host's report; returns its files that are missing.
 
         Raises:
-            RequestError: `no-such-request`: it has none such, or it has ended.
+            RequestError: `no-such-request`: the host has no such request, or it has ended.
         """
         progress = self._progress(host, request)
         missing: list[str] = []
@@ -507,11 +507,12 @@ class HostRegistry:
     async def take_file(
         self, host: str, request: str, name: str, content: AsyncIterator[bytes]
     ) -> None:
-        """Take a file that a host has said; it counts only whole.
+        """Receives a file that a host has reported; partial files are discarded.
 
         Raises:
-            OutputError: `cannot-write`: there is no room for it.
-            RequestError: `no-such-request`; `no-such-file`: it was not said; `wrong-file`: it is another than was said.
+            OutputError: `cannot-write`: the disk is full.
+            RequestError: `no-such-request`; `no-such-file`: it was not reported; `wrong-file`: it
+                differs from the report.
         """
         files = {file.name: file for file in self._progress(host, request).files}
         if name not in files:
@@ -544,7 +545,7 @@ class HostRegistry:
         finally:
             part.unlink(missing_ok=True)
 
-    # Inside.
+    # Private.
 
     def _progress(self, host: str, request: str) -> HostStatus:
         now = self.requests.get(request)
@@ -555,7 +556,7 @@ class HostRegistry:
         return now.hosts[host]
 
     async def _advance(self, request: FleetRequest) -> None:
-        """Write it down as far as it has come by now."""
+        """Advances a request as far as possible by now, and stores it."""
         now_ns, before = self.clock(), request
         while (advanced := advance_request(request, now_ns)) is not request:
             request = advanced
@@ -567,7 +568,7 @@ class HostRegistry:
         self._call = asyncio.Event()
 
     async def _say_of_jobs(self) -> None:
-        """Write down what hosts say of jobs, where it is new."""
+        """Stores new facts of jobs."""
         statements = collect_job_facts(
             {host: now.heartbeat.processes for host, now in self.fresh().items()}
         )
@@ -590,7 +591,7 @@ class HostRegistry:
                     await self._advance(self.requests[name])
                     if name in self._unwritten:
                         await self.put(self.requests[name])
-                except TraceloomError as error:  # noqa: PERF203  (one that cannot be written down stops no other)
+                except TraceloomError as error:  # noqa: PERF203  (one that cannot be stored must not block the others)
                     LOG.warning("request %s: %s", name, error)
                 except Exception:
                     LOG.exception("request %s", name)
@@ -600,9 +601,7 @@ class HostRegistry:
 def select_processes(
     hosts: Mapping[str, LastHeartbeat], spec: TraceSpec
 ) -> dict[str, list[HostProcess]]:
-    """Host -> its processes that a request is about: of the job, of the ranks, on the host that it
-    names.
-    """
+    """Returns the processes by host that match a request's job, ranks and host."""
     matching = {
         host: [
             process
@@ -618,8 +617,8 @@ def select_processes(
 def select_slowest_and_median(
     matching: Mapping[str, list[HostProcess]],
 ) -> dict[str, list[HostProcess]]:
-    """Of all ranks the one that steps slowest and one in the middle; those whose pace nobody knows
-    do not count.
+    """Selects the slowest rank by step rate and a median one; ranks without a known rate are
+    ignored.
     """
     paced = [
         (process.steps_per_second, process.rank, host, process)
@@ -636,7 +635,7 @@ def select_slowest_and_median(
 
 
 def drop_impossible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
-    """Without minutes that have not been, or in which a device has more than 60,000 ms."""
+    """Drops minutes in the future, and minutes in which a device has more than 60,000 ms."""
     spent: dict[tuple[int, str], int] = defaultdict(int)
     for row in rows:
         spent[row.minute, row.device] += row.device_ms
@@ -645,12 +644,12 @@ def drop_impossible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow
 
 
 def compute_last_minute(now_ns: int) -> int:
-    """The last minute since 1970 that may have been by the clock of a host."""
+    """Returns the latest minute since 1970 that a host's clock may plausibly show."""
     return now_ns // 60_000_000_000 + 1
 
 
 def _has_arrived(directory: Path, file: HostFile) -> bool:
-    """Whether a file came; its content was checked when it did."""
+    """Returns whether a file has arrived; its content was verified then."""
     path = directory / file.name
     return path.is_file() and path.stat().st_size == file.bytes
 
@@ -661,7 +660,7 @@ _TIMES_OF_WINDOW, _TIMES_OF_RANK = ("start_ns", "end_ns"), ("created_ns", "writt
 
 
 class HostPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host sent for a request. `clock` None: how far its clock is off is not known."""
+    """The files of a host for a request. `clock` None: the offset of its clock is unknown."""
 
     host: str
     folder: Path
@@ -671,19 +670,19 @@ class HostPart(msgspec.Struct, frozen=True, kw_only=True):
 def merge_host_parts(
     parts: Sequence[HostPart], directory: Path, request: Mapping[str, Any]
 ) -> list[str]:
-    """Join the parts in a new directory, by hard links where the file system has them.
+    """Merges the parts of hosts in a new directory, by hard links where the file system has them.
 
     Args:
         parts: Of each host, at least one.
-        directory: Made here; must not exist.
-        request: What was asked for; `hosts` and `targets` are added to it.
+        directory: Created here; must not exist.
+        request: The request; `hosts` and `targets` are added to it.
 
     Returns:
-        What was wrong with parts, a sentence each.
+        Faults of parts, a sentence each.
 
     Raises:
-        InputError: `no-capture`: no part holds a capture that can be read.
-        OSError: It cannot be written; the directory may hold a part then.
+        InputError: `no-capture`: no part holds a readable capture.
+        OSError: It cannot be written; the directory may be incomplete then.
     """
     directory.mkdir()
     faults: list[str] = []
@@ -706,7 +705,7 @@ def merge_host_parts(
         except InputError as error:
             faults.append(f"{part.host}: {error.message}")
             continue
-        except OSError:  # it did not come
+        except OSError:  # it did not arrive
             decoded = None
         if decoded is None:
             faults.append(f"{part.host}: its capture.json cannot be read")
@@ -726,7 +725,7 @@ def merge_host_parts(
                 continue
             try:
                 os.link(source, directory / new)
-            except OSError:  # where the file system has no hard links
+            except OSError:  # the file system has no hard links
                 shutil.copyfile(source, directory / new)
         names = {name: new for name, new in names.items() if (directory / new).exists()}
         for entry in document["ranks"]:
@@ -785,8 +784,9 @@ def merge_host_parts(
 
 
 def _rename_files(names: Iterable[str], used_names: set[str], host: str) -> dict[str, str]:
-    """New name of each file: its own, with the host before all names of a process where one of them
-    is taken.
+    """Returns the new name of each file.
+
+    All names of a process are prefixed with the host if one of them is taken.
     """
     usable = [name for name in names if _NAME.fullmatch(name) and name != CAPTURE_FILE]
     clashes = {name.partition(".")[0] for name in usable if name in used_names}
@@ -799,7 +799,7 @@ def _rename_files(names: Iterable[str], used_names: set[str], host: str) -> dict
 def _shift_to_capture_clock(
     entry: dict[str, Any], names: Mapping[str, str], host: str, clock: dict[str, int] | None
 ) -> dict[str, Any]:
-    """The entry of a rank with the new names of its files and its times on the capture's clock."""
+    """Returns a rank's entry with its new file names, and times on the capture's clock."""
     offset = clock["offset_ns"] if clock is not None else 0
     window = {**entry["window"], "file": names[entry["window"]["file"]]}
     moved = dict(entry)
@@ -812,19 +812,20 @@ def _shift_to_capture_clock(
 
 
 _JOIN_POLL_S = 0.5
+# Between retries, and in total, while the state or a store does not respond.
 _PAUSE_S, _TROUBLE_S = (
     5.0,
     900.0,
-)  # between tries, and for how long, where the state or a store does not answer
-_FINAL_FAULTS = {"no-capture", "unsafe-name"}  # what is wrong with the parts themselves
+)
+_FINAL_FAULTS = {"no-capture", "unsafe-name"}  # faults of the parts themselves
 
 
 class RequestCompletion:
-    """Joins the parts of requests, one after the other, and waits for their analysis.
+    """Merges the parts of requests, one request at a time, and waits for their analysis.
 
     Args:
-        desk: Knows requests, and where their parts lie.
-        pipeline: Analyses.
+        desk: Holds requests and the directory of their parts.
+        pipeline: Analyses captures.
     """
 
     def __init__(self, desk: HostRegistry, pipeline: CapturePipeline) -> None:
@@ -833,23 +834,21 @@ class RequestCompletion:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def take(self, request: FleetRequest) -> None:
-        """See to a request that is `stitching` or `analysing`."""
+        """Processes a request that is `stitching` or `analysing`."""
         if request.id not in self._tasks:
             task = asyncio.create_task(self._through(request), name=f"join {request.id}")
             self._tasks[request.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
 
     async def close(self) -> None:
-        """Stop; requests go on when the service starts again."""
+        """Stops; requests resume when the service starts again."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _through(self, request: FleetRequest) -> None:
-        """Bring it to its end; where the state or a store does not answer it is tried again for a
-        while.
-        """
+        """Completes a request; retries for a while if the state or a store does not respond."""
         until = time.monotonic() + _TROUBLE_S
         while True:
             try:
@@ -863,23 +862,24 @@ class RequestCompletion:
             except (TraceloomError, OSError) as error:
                 slug = error.slug if isinstance(error, TraceloomError) else ""
                 if slug == "not-leading":
-                    return  # it is another service's now
+                    return  # another service owns it now
                 LOG.warning("request %s: %s", request.id, error)
                 fault = str(error)
                 if slug in _FINAL_FAULTS or time.monotonic() > until:
                     break
-            except (
-                Exception
-            ) as error:  # of ours; the request ends and says so, it does not stay as it is for ever
+            except Exception as error:
+                # A defect here must not leave the request hanging.
                 LOG.exception("request %s cannot be joined", request.id)
                 fault = f"a defect of the service: {type(error).__name__}: {error}"
                 break
             await asyncio.sleep(_PAUSE_S)
-        with contextlib.suppress(TraceloomError):  # the desk writes it down as soon as it can
+        with contextlib.suppress(TraceloomError):  # the registry stores it as soon as it can
             await self.desk.put(finish_analysis(request, self.desk.clock(), fault))
 
     async def _analysed(self, capture: str) -> str:
-        """Why the analysis of a capture failed for good; "" once its rows are in the tables."""
+        """Waits for an analysis; returns why it failed for good, "" once its rows are in the
+        tables.
+        """
         while True:
             tasks = await asyncio.to_thread(self.pipeline.state.tasks, capture)
             if tasks and tasks[-1].state == "committed":
@@ -889,9 +889,9 @@ class RequestCompletion:
             await asyncio.sleep(_JOIN_POLL_S)
 
     def _join(self, request: FleetRequest) -> tuple[str, list[str]]:
-        """Stitch, and put the capture into the store; its name, and what was wrong.
+        """Merges parts and stores the capture; returns its name and the faults of parts.
 
-        Done again it gives the same.
+        Idempotent.
         """
         parts = [
             HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)

@@ -1,6 +1,6 @@
-"""Builds and runs the service; leadership; its own metrics.
+"""Builds and runs the service: leadership, metrics, health checks and the listener.
 
-What hosts say is known by the service that leads alone; the others do not have those series.
+Only the leading service talks to hosts; the others lack the metrics that come from hosts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NS_PER_S = 1e9
 
 
 class FleetMetric(msgspec.Struct, frozen=True):
-    """A metric of the service. `name` is whole, but for the `_total` of a counter."""
+    """A metric of the service. `name` is complete except for the `_total` of a counter."""
 
     name: str
     kind: Literal["gauge", "counter"]
@@ -134,13 +134,13 @@ FLEET_METRICS = {metric.name: metric for metric in _DECLARED_METRICS}
 
 
 class FleetMetricsCollector:
-    """What Prometheus gets of a service, as its client library asks for it."""
+    """A collector for the Prometheus client library."""
 
     def __init__(self, service: FleetService) -> None:
         self.service = service
 
     def collect(self) -> Iterator[Metric]:
-        """All series but those of requests over HTTP, which are counted where they are answered."""
+        """Yields all metrics except those of HTTP requests, which the server counts."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         kinds = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -165,12 +165,12 @@ class FleetMetricsCollector:
         used = resource.getrusage(resource.RUSAGE_SELF)
         yield Reading("traceloom_fleet_cpu_seconds", (), used.ru_utime + used.ru_stime)
         statm = Path("/proc/self/statm")
-        if statm.exists():  # Linux alone says what is resident now
+        if statm.exists():  # only Linux states the resident memory
             resident = int(statm.read_text().split()[1]) * resource.getpagesize()
             yield Reading("traceloom_fleet_memory_bytes", (), resident)
         if (registry := service.hosts) is None:
             return
-        # The loop goes on meanwhile: what it changes is copied first.
+        # The event loop may change these concurrently, so they are copied first.
         hosts_up, members = registry.fresh(), sorted(registry.members)
         up = sum(host in hosts_up for host in members)
         yield Reading("traceloom_fleet_hosts", ("here",), up)
@@ -178,8 +178,7 @@ class FleetMetricsCollector:
         devices, jobs = Counter({"well": 0, "stale": 0}), set()
         for host in members:
             yield Reading("traceloom_fleet_host_up", (host,), float(host in hosts_up))
-            # Also where there is none: of a counter that begins at 1, Prometheus does not see the
-            # first.
+            # Also where it is 0: Prometheus misses the increase of a counter that starts at 1.
             yield Reading(
                 "traceloom_fleet_usage_refused_rows", (host,), registry.refused_rows.get(host, 0)
             )
@@ -209,31 +208,31 @@ _log = logging.getLogger(__name__)
 
 
 class ServiceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients may cost.
+    """Limits for clients.
 
-    `seconds`: for a request, or each megabyte of it, and to take the answer.
+    `seconds`: for a request, or each megabyte of it, and to read the response.
     """
 
     files: int = 20_000
     file_bytes: int = 16 << 30
     capture_bytes: int = 256 << 30
     requests_per_second: float = 200.0
-    connections: int = 8192  # one address may have half of them: a thousand agents have three each
+    connections: int = 8192  # one address may use half of them: a thousand agents have three each
     seconds: float = 30.0
 
 
 class FleetService:
-    """What the routes ask. Its methods block.
+    """The service behind the routes. Its methods block.
 
     Args:
-        state: Where tasks, tokens and the audit are.
-        objects: Where files are.
-        tables: Where rows are.
-        engine: What analyses.
-        limits: What clients may cost.
-        lease_s, commit_s: As of `Pipeline`.
-        incoming: Directory for what hosts send, until it is joined.
-        webhook_targets: Where webhooks may lead; None: to public addresses.
+        state: Holds tasks, tokens and the audit log.
+        objects: Holds files.
+        tables: Holds rows.
+        engine: Runs analyses.
+        limits: Limits for clients.
+        lease_s, commit_s: As of `CapturePipeline`.
+        incoming_directory: Directory for files from hosts until they are merged.
+        webhook_policy: Addresses webhooks may use; None: public ones.
         writer: As of `CapturePipeline`.
     """
 
@@ -262,11 +261,11 @@ class FleetService:
         self.questions = QueryService(tables, state)
         self.live_queries = LiveQueries(tables)
         self.render_lock = asyncio.Lock()  # one report at a time
-        self.hosts: HostRegistry | None = None  # while this service leads
+        self.hosts: HostRegistry | None = None  # set while this service leads
         self.incoming = incoming_directory
         self._request_completion: RequestCompletion | None = None
         self.webhook_policy = webhook_policy or WebhookAddressPolicy()
-        self.triggers: FleetTriggerEngine | None = None  # beside `hosts`
+        self.triggers: FleetTriggerEngine | None = None  # set together with `hosts`
         self._webhook_task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         answered = FLEET_METRICS["traceloom_fleet_requests"]
@@ -276,7 +275,7 @@ class FleetService:
         self._registry.register(FleetMetricsCollector(self))
 
     async def run_host_registry(self) -> None:
-        """Talk to hosts while this service leads, until it is cancelled."""
+        """Talks to hosts while this service leads, until cancelled."""
         try:
             while True:
                 term = self.pipeline.term if self.pipeline.leads else ""
@@ -318,7 +317,7 @@ class FleetService:
             await completion.close()
 
     def check(self) -> forms.FleetCheckAnswer:
-        """Try what the service stands on."""
+        """Checks the stores and the engine that the service depends on."""
         counts = self.state.counts()
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
@@ -349,15 +348,16 @@ class FleetService:
         self.objects.delete(name)
 
     def render_metrics(self) -> bytes:
-        """All series, as text for Prometheus."""
+        """Returns all metrics in the Prometheus text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
 
 
 class FleetListener:
-    """The listener of the service: a token in each request says who asks, the connection only where
-    from.
+    """The listener of the service.
+
+    The client is identified by a token in each request; the connection only gives its address.
     """
 
     hint = "`traceloom serve` waits 30 s for a request, or each megabyte of it"
@@ -367,7 +367,7 @@ class FleetListener:
         self.seconds = limits.seconds
 
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
-        """Who connects, as far as an address tells."""
+        """Returns the peer of a connection by its address."""
         from traceloom.server.access import Caller
 
         return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
@@ -375,25 +375,24 @@ class FleetListener:
     def identify(
         self, _transport: asyncio.BaseTransport, peer: Caller
     ) -> Callable[[Headers], Caller]:
-        """The same for each request: the application asks for its token."""
+        """Returns the peer for every request: the application authenticates by token."""
         return lambda _headers: peer
 
 
 async def serve(
     service: FleetService, tcp: Tcp, on_ready: Callable[[str], None], app: ASGIApp | None = None
 ) -> None:
-    """Answer and analyse until a signal; `on_ready` is called with the address when everything
-    listens.
+    """Serves and analyses until a signal.
 
     Args:
-        service: What answers.
-        tcp: Where.
-        on_ready: Told the address.
-        app: What answers over HTTP; None: the routes alone.
+        service: The service.
+        tcp: Address to listen on.
+        on_ready: Called with the address once everything listens.
+        app: ASGI application; None: the routes alone.
 
     Raises:
         InputError: `tcp-without-tls`, `tls-unusable`, `wrong-config`.
-        OutputError: `socket-unusable`: the address cannot be had.
+        OutputError: `socket-unusable`: the address is not available.
     """
     from uvicorn.server import ServerState
 
@@ -448,14 +447,13 @@ async def serve(
 
 
 async def _cancel_task(task: asyncio.Task[None]) -> None:
-    """Cancel a task, and wait until it has ended."""
+    """Cancels a task, and waits until it has ended."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 def ensure_local_token(state: ServiceState, path: Path) -> None:
-    """Have a token of an admin in a file that only this user reads, so that commands of this host
-    need no other.
+    """Ensures an admin token in a file that only this user can read, for commands on this host.
 
     Raises:
         OutputError: `cannot-write`.
@@ -464,7 +462,7 @@ def ensure_local_token(state: ServiceState, path: Path) -> None:
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if secret and state.token(secret):
             return
-    name = f"local@{socket.gethostname()}"  # services on other hosts may share the state, and have one each
+    name = f"local@{socket.gethostname()}"  # services of other hosts may share the state
     state.revoke_token(name)
     secret = state.add_token(name, "admin")
     files.write(path, lambda file: file.write(secret.encode() + b"\n"), force=True, private=True)

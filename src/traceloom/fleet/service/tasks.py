@@ -1,6 +1,7 @@
-"""What is done with a capture, as functions of files in a scratch directory.
+"""Tasks on captures (check, analyse, render, compare) and the engine interface that runs them.
 
-They run in processes of their own, on files of strangers.
+A task is a function of files in a scratch directory. It runs in a process of its own, as the files
+are untrusted.
 """
 
 from __future__ import annotations
@@ -28,24 +29,22 @@ from traceloom.system.files import compute_sha256, is_address, open_regular
 from traceloom.system.gzip_stream import GzipStream
 
 BASE, NEW = "base", "new"
-"""Folders of two captures that are compared."""
+"""Folders of the two captures of a comparison."""
 
 MAX_TEXT_BYTES = 64 << 30
-"""Bytes of a capture when it is unpacked; one that expands beyond all measure is refused by its
-ratio before.
-"""
+"""Max bytes of an unpacked capture; archives with an excessive ratio are refused earlier."""
 
 
 def check(*, folder: str, files: list[dict[str, Any]]) -> None:
-    """See that a folder holds just the files that were announced, and that they can be unpacked
-    within bounds.
+    """Checks that a folder holds exactly the announced files, and that they unpack within limits.
 
     Args:
-        folder: Where they lie.
-        files: Of each its `name`, `size` and `sha256`.
+        folder: Folder of the files.
+        files: `name`, `size` and `sha256` of each.
 
     Raises:
-        InputError: `upload-differs`: a file is another than the announced one; `gzip-bomb`; `unreadable`.
+        InputError: `upload-differs`: a file differs from the announced one; `gzip-bomb`;
+            `unreadable`.
     """
     text = 0
     for entry in files:
@@ -75,14 +74,14 @@ def check(*, folder: str, files: list[dict[str, Any]]) -> None:
 
 
 def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) -> None:
-    """Write the rows of a capture to a new file, as of `packed_rows`.
+    """Writes the rows of a capture to a new file, in the format of `pack_rows`.
 
     Args:
-        folder: Where its files lie.
+        folder: Folder of its files.
         out: The file.
-        capture: Its name.
+        capture: Name of the capture.
         received_ns: When it arrived, Unix time.
-        job: Its job; "" where nobody says it.
+        job: Its job; "" if unknown.
 
     Raises:
         InputError: It cannot be read.
@@ -99,7 +98,8 @@ def analyse(*, folder: str, out: str, capture: str, received_ns: int, job: str) 
 
 
 def render_timeline(*, folder: str, out: str, name: str) -> None:
-    """Write the timeline of a capture to a new file for Perfetto, packed; arguments as of `render`.
+    """Writes the timeline of a capture to a new compressed file for Perfetto; arguments as of
+    `render`.
 
     Raises:
         InputError: It cannot be read.
@@ -116,12 +116,12 @@ def render_timeline(*, folder: str, out: str, name: str) -> None:
 
 
 def render(*, folder: str, out: str, name: str) -> None:
-    """Write the report of a capture to a new HTML file.
+    """Writes the report of a capture to a new HTML file.
 
     Args:
-        folder: Where its files lie.
+        folder: Folder of its files.
         out: The HTML file.
-        name: What the run is called in there.
+        name: Title of the run in the report.
 
     Raises:
         InputError: It cannot be read.
@@ -136,13 +136,13 @@ def render(*, folder: str, out: str, name: str) -> None:
 
 
 def compare(*, folder: str, out: str, base_name: str, new_name: str) -> None:
-    """Write the comparison of two captures to a new HTML file.
+    """Writes the comparison of two captures to a new HTML file.
 
     Args:
-        folder: Where the files of one lie in `BASE`, those of the other in `NEW`.
+        folder: Has the files of the captures in `BASE` and `NEW`.
         out: The HTML file.
-        base_name: What one is called.
-        new_name: What the other is called.
+        base_name: Title of the base.
+        new_name: Title of the other.
 
     Raises:
         InputError: One of them cannot be read.
@@ -166,7 +166,7 @@ TaskName = Literal["check", "analyse", "render", "render_timeline", "compare"]
 
 MEMORY_BYTES = 8 << 30
 MAX_RESULT_BYTES = 256 << 20
-"""The most that a task may give: rows of a capture, or a page."""
+"""Max bytes of a task's result: rows of a capture, or a page."""
 
 
 class TaskFile(msgspec.Struct, frozen=True):
@@ -176,7 +176,7 @@ class TaskFile(msgspec.Struct, frozen=True):
         name: In its capture.
         size: Bytes.
         sha256: In hexadecimal.
-        at: Where a process that has no credentials gets it: a path, or an address that is signed for a while.
+        at: Path, or signed temporary URL, from which a process without credentials reads it.
     """
 
     name: str
@@ -186,14 +186,13 @@ class TaskFile(msgspec.Struct, frozen=True):
 
 
 class EngineTask(msgspec.Struct, frozen=True):
-    """What is to be done: a function of `traceloom.fleet.service.tasks`, on which files, and with
-    what else.
+    """A task: a function of `traceloom.fleet.service.tasks`, its files and arguments.
 
     Attributes:
         name: The function.
-        files: What it works on.
+        files: Files it works on.
         arguments: Its other keywords.
-        seconds: How long it may take, fetching its files included.
+        seconds: Max duration, including the download of its files.
     """
 
     name: TaskName
@@ -203,9 +202,9 @@ class EngineTask(msgspec.Struct, frozen=True):
 
 
 class TaskError(TraceloomError):
-    """A task gave no result.
+    """A task failed.
 
-    `final`: it would not at the next try either, as the files are refused.
+    `final`: a retry would fail too, as the files are refused.
     """
 
     def __init__(self, message: str, *, final: bool = False) -> None:
@@ -214,31 +213,30 @@ class TaskError(TraceloomError):
 
 
 class Engine(Protocol):
-    """Runs tasks; `slots` at once."""
+    """Runs tasks, at most `slots` at once."""
 
     slots: int
 
     def submit(self, task: EngineTask) -> Future[bytes]:
-        """Begin a task; the future has its result.
+        """Starts a task; returns a future of its result.
 
-        It fails with `TaskError`, which counts as a try of the task, or with another
-        `TraceloomError` or an `OSError` where the engine or a store does not answer, which says
-        nothing of the task.
+        It fails with `TaskError`, which counts as an attempt, or with another `TraceloomError` or
+        an `OSError` if the engine or a store does not respond, which says nothing about the task.
         """
 
     def check(self) -> str:
-        """See that it works, and say what it has.
+        """Checks that the engine works, and describes it.
 
         Raises:
             InputError: It does not work.
         """
 
     def close(self) -> None:
-        """End what runs."""
+        """Stops all running tasks."""
 
 
 _CHUNK_BYTES = 1 << 20
-_READ_TIMEOUT_S = 60.0  # after which a store that sends nothing is given up
+_READ_TIMEOUT_S = 60.0  # a store that sends nothing for this long is given up
 
 
 def run_in_scratch(
@@ -247,18 +245,18 @@ def run_in_scratch(
     go_on: Callable[[], None],
     temporary: Path | None = None,
 ) -> bytes:
-    """Have a task done on its files, in a folder that is gone afterwards; returns its result.
+    """Runs a task on its files in a temporary folder; returns its result.
 
     Args:
-        task: What is to be done.
-        work: Does it, with these keywords.
-        go_on: Called again and again while files are fetched; raises where that is to end.
-        temporary: Where the folder is made; None: the system's temporary directory.
+        task: The task.
+        work: Function that performs it, called with its keywords.
+        go_on: Called repeatedly during downloads; raises to abort.
+        temporary: Parent of the folder; None: the system's temporary directory.
 
     Raises:
-        TaskError: A file is another than announced, or is gone; the result is too large.
-        InputError: `unreadable`: a file cannot be had from here.
-        OSError: There is no room.
+        TaskError: A file differs from the announced one, or is gone; the result is too large.
+        InputError: `unreadable`: a file cannot be read from here.
+        OSError: The disk is full.
     """
     home = Path(tempfile.mkdtemp(prefix="traceloom-", dir=temporary))
     directory, out = home / "files", home / "result"
@@ -266,9 +264,8 @@ def run_in_scratch(
     def do(arguments: dict[str, Any]) -> None:
         try:
             work({"folder": str(directory), **arguments})
-        except (
-            TaskError
-        ) as error:  # whoever reads it knows the names of files, and nothing of this folder
+        except TaskError as error:
+            # The reader of the error knows names of files, not this folder.
             text = error.message.replace(f"{directory}{os.sep}", "").replace(
                 str(directory), "the capture"
             )
@@ -297,12 +294,11 @@ def run_in_scratch(
 
 
 def _fetch_file(file: TaskFile, path: Path, go_on: Callable[[], None]) -> None:
-    """Bring a file to a new path: linked where it lies on the same disk, else copied and compared."""
+    """Brings a file to a new path: hard-linked on the same disk, else copied and verified."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_address(file.at):
-        with suppress(
-            OSError
-        ):  # on another disk; or it is not there, which is seen when it is opened
+        # On another disk; or missing, which opening it reports.
+        with suppress(OSError):
             os.link(file.at, path)
             return
     digest, size = hashlib.sha256(), 0
@@ -346,10 +342,10 @@ def _read_chunks(source: BinaryIO, name: str) -> Iterator[bytes]:
             yield chunk
     except (OSError, http.client.HTTPException) as error:
         raise unreadable(name, _hide_address(error)) from error
-    if getattr(source, "length", None):  # bytes that an answer still owes
+    if getattr(source, "length", None):  # bytes of the response that are still missing
         raise unreadable(name, ValueError("the connection ended before the file"))
 
 
 def _hide_address(error: Exception) -> ValueError:
-    """What went wrong, without the signed address that some errors quote."""
+    """Returns the error without the signed URL that some errors quote."""
     return ValueError(str(getattr(error, "reason", "")) or type(error).__name__)

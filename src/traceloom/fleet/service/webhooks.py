@@ -1,10 +1,10 @@
-"""Webhooks: events of the fleet, signed and sent to addresses that an administrator named, until
-they have arrived.
+"""Webhooks: signs events of the fleet and delivers them to URLs set by an administrator, with
+retries.
 
-A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Deliveries wait in the state, so that a
-restart loses none; one that was sent twice has the same id. Where a webhook leads is looked up
-before each delivery, and the connection goes to the address that was checked: nobody makes the
-service talk to a network that its operator did not name.
+A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Pending deliveries are in the state, so
+that a restart loses none; a repeated delivery has the same id. The host name is resolved before
+each delivery, and the connection uses the address that was checked: nobody can make the service
+connect to a network that its operator did not allow (SSRF).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ SIGNATURE_HEADER, EVENT_HEADER, ID_HEADER = "Traceloom-Signature", "Traceloom-Ev
 _SECOND_NS = 1_000_000_000
 _FIRST_RETRY_NS, _MAX_RETRY_NS = 10 * _SECOND_NS, 3600 * _SECOND_NS
 _MAX_DELIVERY_AGE_NS = 86_400 * _SECOND_NS
-_REQUEST_TIMEOUT_S = 10.0  # from the look-up of the name to the first line of the answer
+_REQUEST_TIMEOUT_S = 10.0  # from resolving the name to the first line of the response
 _MAX_LINE_BYTES = 4096
 _POLL_INTERVAL_S = 1.0
-_NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")  # leads to any IPv4 address, private ones too
+_NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")  # reaches all of IPv4, private too
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 class WebhookTarget(NamedTuple):
-    """Where a webhook leads: the address that was checked, and what the server there is asked for."""
+    """Resolved target of a webhook: the checked address, and what to request from the server."""
 
     address: str
     port: int
@@ -51,14 +51,15 @@ class WebhookTarget(NamedTuple):
 
 
 class WebhookAddressPolicy:
-    """Which addresses webhooks may lead to: public ones with TLS, and networks that the operator
-    named, without it too.
+    """Decides which addresses webhooks may use.
+
+    Public addresses need TLS; networks that the operator allowed do not.
 
     Args:
-        networks: As `10.1.0.0/16` or `127.0.0.1`.
+        allowed_networks: As `10.1.0.0/16` or `127.0.0.1`.
 
     Raises:
-        InputError: `wrong-config`: one is no network.
+        InputError: `wrong-config`: one is not a network.
     """
 
     def __init__(self, allowed_networks: Iterable[str] = ()) -> None:
@@ -72,10 +73,11 @@ class WebhookAddressPolicy:
             ) from error
 
     async def resolve(self, url: str) -> WebhookTarget:
-        """Where a URL leads now.
+        """Resolves a URL and checks its address.
 
         Raises:
-            InputError: `wrong-webhook`: it is no such URL, has no address, or leads where webhooks may not.
+            InputError: `wrong-webhook`: it is not such a URL, has no address, or one that is not
+                allowed.
         """
         try:
             parts = urlsplit(url)
@@ -125,13 +127,13 @@ class WebhookAddressPolicy:
 
 
 class WebhookDispatcher:
-    """Sends what waits in the state, each webhook at its own pace. Lives in the service's loop.
+    """Sends pending deliveries, in parallel across webhooks. Runs in the service's event loop.
 
     Args:
-        state: Where deliveries wait.
-        targets: Where they may go.
+        state: Holds pending deliveries.
+        address_policy: Which addresses are allowed.
         clock: Now, in ns since the epoch.
-        tls: Whom to trust; None: whom the system trusts.
+        tls_context: Trusted certificates; None: those of the system.
     """
 
     def __init__(
@@ -143,14 +145,11 @@ class WebhookDispatcher:
     ) -> None:
         self.state, self.targets, self.clock = state, address_policy, clock
         self._tls_context = tls_context
-        self._in_flight: dict[
-            str, asyncio.Task[None]
-        ] = {}  # webhook -> its delivery that is under way
+        # Webhook -> its delivery in progress.
+        self._in_flight: dict[str, asyncio.Task[None]] = {}
 
     async def run_forever(self) -> None:
-        """Send what is due, until it is cancelled; what is under way then is sent again by the next
-        service.
-        """
+        """Sends due deliveries until cancelled; the next service repeats those in progress."""
         try:
             while True:
                 try:
@@ -173,7 +172,7 @@ class WebhookDispatcher:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def start_due_deliveries(self) -> bool:
-        """Begin to send what is due, one of each webhook at a time; whether there was anything."""
+        """Starts the oldest due delivery of each idle webhook; returns whether there was one."""
         due = await asyncio.to_thread(
             self.state.due_deliveries, self.clock(), frozenset(self._in_flight)
         )
@@ -186,7 +185,7 @@ class WebhookDispatcher:
         return bool(due)
 
     async def send(self, delivery: Delivery) -> str:
-        """Send it now; why it did not arrive, "" where it did."""
+        """Sends a delivery now; returns the reason why it failed, "" if it succeeded."""
         try:
             return await asyncio.wait_for(self._post(delivery), _REQUEST_TIMEOUT_S)
         except (asyncio.TimeoutError, TimeoutError):
@@ -246,28 +245,26 @@ class WebhookDispatcher:
             or not status_line[1].isdigit()
         ):
             return "what answers there does not speak HTTP"
-        status = int(status_line[1])  # a redirect is an error: it could lead anywhere
+        status = int(status_line[1])  # a redirect is an error: it could target any address
         return "" if 200 <= status < 300 else f"it answers {status}"
 
 
 def sign_body(secret: str, timestamp: int, body: bytes) -> str:
-    """What proves that a body is of who knows the secret: HMAC-SHA256 of `TIMESTAMP.BODY`, in
-    hexadecimal.
-    """
+    """Returns the signature of a body: HMAC-SHA256 of `TIMESTAMP.BODY`, in hexadecimal."""
     return hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
 
 
 def build_fleet_event(
     name: str, content_key: str, subject: str, content: object, at_ns: int
 ) -> FleetEvent:
-    """An event with its body.
+    """Builds an event with its body.
 
     Args:
         name: As `request.done`.
         content_key: The key of its content, as `request`.
-        subject: What tells it from others of that name.
-        content: What is said of it.
-        at_ns: When it was so.
+        subject: Identifies it among events of that name.
+        content: Content of the event.
+        at_ns: When it occurred.
     """
     event_id = f"{name}:{subject}"
     body = {"version": 1, "id": event_id, "event": name, "at_ns": at_ns, content_key: content}

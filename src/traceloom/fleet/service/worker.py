@@ -1,4 +1,6 @@
-"""The process of tasks: lines of JSON come in and go out; it ends when whoever started it does."""
+"""The worker process of tasks: reads and writes lines of JSON, and ends with the process that
+started it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.fleet.service import tasks
 from traceloom.system.process import pin_to_one_core
 
-_SMALL_BYTES = 8 << 20  # of packed files about half a million events
+_SMALL_BYTES = 8 << 20  # of packed files: about half a million events
 
 TASKS: Mapping[str, Callable[..., None]] = {
     "check": tasks.check,
@@ -29,11 +31,11 @@ TASKS: Mapping[str, Callable[..., None]] = {
 
 
 def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
-    """Do tasks until standard input ends."""
+    """Runs tasks until standard input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that libraries print must not mix with answers
     memory = json.loads(sys.stdin.readline())["memory_bytes"]
-    # What is allocated counts, not what is only mapped.
+    # Limits allocated memory, not mapped files.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for job in read_jobs(sys.stdin):
@@ -41,9 +43,8 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
         try:
             arguments = job["arguments"]
             files = Path(str(arguments["folder"])).rglob("*") if "folder" in arguments else ()
-            is_small = (
-                sum(path.lstat().st_size for path in files) <= _SMALL_BYTES
-            )  # too little for several cores
+            # Too little work for several cores.
+            is_small = sum(path.lstat().st_size for path in files) <= _SMALL_BYTES
             with pin_to_one_core() if is_small else contextlib.nullcontext():
                 functions[job["task"]](**arguments)
         except MemoryError:
@@ -54,20 +55,23 @@ def main(functions: Mapping[str, Callable[..., None]] = TASKS) -> None:
         except TraceloomError as error:
             refused = isinstance(error, (InputError, UsageError)) and error.slug != "unreadable"
             answer = {"error": f"{error} [{error.slug}]", "final": refused}
-        except Exception as error:  # noqa: BLE001  (said where it was asked for)
+        except Exception as error:  # noqa: BLE001  (reported to the caller)
             answer = {"error": f"{type(error).__name__}: {error}", "final": False}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
 
 def read_jobs(lines: TextIO) -> Iterator[dict[str, Any]]:
-    """Jobs as they come, for ever: this process ends with whoever sends them, whatever it does."""
+    """Yields jobs as they arrive, forever.
+
+    This process ends as soon as standard input does, even during a job.
+    """
     waiting: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
         for line in lines:
             waiting.put(line)
-        os._exit(0)  # nobody waits for what is being done
+        os._exit(0)  # nobody waits for the running job
 
     threading.Thread(target=read, daemon=True).start()
     while True:

@@ -275,13 +275,10 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         """Returns all tasks of the captures, oldest first."""
         from sqlalchemy import String, bindparam
 
+        # PostgreSQL needs the type of an empty list.
         statement = self._text(
             "SELECT * FROM tasks WHERE capture IN :captures ORDER BY created_ns, id"
-        ).bindparams(
-            bindparam(
-                "captures", expanding=True, type_=String()
-            )  # PostgreSQL needs the type of an empty list
-        )
+        ).bindparams(bindparam("captures", expanding=True, type_=String()))
         with self._transaction() as connection:
             return [
                 _build_task(row)

@@ -198,7 +198,8 @@ class HostState(TriggerState):
             )
 
 
-_RETENTION_NS = 90 * 86_400 * 10**9  # how long the latest facts of a job are remembered here
+# How long the latest facts of a job are remembered here.
+_RETENTION_NS = 90 * 86_400 * 10**9
 _MAX_LABELS = 100
 
 

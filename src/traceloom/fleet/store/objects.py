@@ -93,9 +93,8 @@ class ObjectStore:
                     hint=hint,
                 )
             config = dict(options or {})
-            allow_http = config.pop(
-                "aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", "")
-            )  # client options take precedence
+            # Client options take precedence.
+            allow_http = config.pop("aws_allow_http", os.environ.get("AWS_ALLOW_HTTP", ""))
             try:
                 self._store = from_url(  # type: ignore[call-overload]
                     self.url,

@@ -51,9 +51,8 @@ class Tables:
     """
 
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
-        if (
-            find_spec("deltalake") is None
-        ):  # deltalake is loaded only when a table is opened: it takes 60 MB
+        # Deltalake is loaded only when a table is opened: it takes 60 MB.
+        if find_spec("deltalake") is None:
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the tables of a fleet need deltalake", slug="no-extra", hint=hint)
         self.url = url.rstrip("/")
@@ -75,9 +74,8 @@ class Tables:
 
         for name, schema in SCHEMAS.items():
             try:
-                self._open(
-                    name
-                )  # `DeltaTable.is_deltatable` would hold the GIL while a store is slow
+                # `DeltaTable.is_deltatable` would hold the GIL while a store is slow.
+                self._open(name)
             except InputError as error:  # noqa: PERF203  (a dozen tables)
                 if not isinstance(error.__cause__, TableNotFoundError):
                     raise
@@ -201,9 +199,8 @@ class Tables:
                 if name == "usage_hour":
                     for ago in range(1, _LATE_DAYS + 1):
                         self._add_up(table, today - timedelta(days=ago))
-                table.optimize.compact(
-                    max_concurrent_tasks=1
-                )  # each one needs the memory of a large file
+                # Each one needs the memory of a large file.
+                table.optimize.compact(max_concurrent_tasks=1)
                 table.vacuum(dry_run=False)  # files that no version of the last seven days uses
                 table.create_checkpoint()
                 table.cleanup_metadata()
@@ -269,9 +266,8 @@ def pack_rows(rows: Mapping[str, pl.DataFrame]) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, frame in rows.items():
             with archive.open(f"{name}{_SUFFIX}", "w") as file:
-                frame.write_ipc(
-                    file, compression="uncompressed"
-                )  # so that the archive states the uncompressed size
+                # So that the archive states the uncompressed size.
+                frame.write_ipc(file, compression="uncompressed")
     return buffer.getvalue()
 
 
