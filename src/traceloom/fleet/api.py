@@ -1,6 +1,4 @@
-"""What the service is asked and answers over HTTP: one structure each; the OpenAPI document is made
-from them.
-"""
+"""Request and response structs of the HTTP API, from which the OpenAPI document is generated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owners.toml, prices.toml, triggers.toml."""
+"""Parses and validates the fleet's rule documents: owners.toml, prices.toml and triggers.toml."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
 
 
 class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"first": "from"}):
-    """`[[rule]]`: whose the jobs are that match.
+    """`[[rule]]`: sets the owners of matching jobs.
 
     Attributes:
-        match: `job`, `scheduler`, a dimension or `label.NAME` -> pattern with `*` and `?`. All have to match what the
-            job itself says; without any, every job does.
+        match: `job`, `scheduler`, a dimension or `label.NAME` -> pattern with `*` and `?`. All must
+            match the job's own statement; an empty `match` matches every job.
         set: Dimension -> value.
-        first: The first day in UTC on which it holds, `from` in the file; None: always.
-        until: The first day on which it does not any more; None: never.
+        first: First day (UTC) on which it applies, `from` in the file; None: always.
+        until: First day on which it no longer applies; None: never.
     """
 
     set: dict[str, _Text]
@@ -65,23 +65,24 @@ class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
 
     @property
     def from_ns(self) -> int:
-        """From when on, Unix time."""
+        """Start in Unix time, ns."""
         return EARLIEST if self.first is None else _convert_to_ns(self.first)
 
     @property
     def until_ns(self) -> int:
-        """When it ends."""
+        """End in Unix time, ns."""
         return LATEST if self.until is None else _convert_to_ns(self.until)
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`prices.toml`: what hours and energy cost.
+    """`prices.toml`: prices of device hours and energy.
 
     Attributes:
         currency: Such as EUR.
-        per_kwh: What a kilowatt hour costs, beside the device hour; None: it is in the price of the hour.
-        co2_g_per_kwh: Grams of CO2 of a kilowatt hour; None: not known.
-        device_hour: Model of a device, or `default`, -> what an hour of it costs.
+        per_kwh: Price of a kilowatt hour on top of the device hour; None: included in the device
+            hour.
+        co2_g_per_kwh: Grams of CO2 per kilowatt hour; None: unknown.
+        device_hour: Device model, or `default`, -> price of an hour.
     """
 
     currency: _Text
@@ -91,7 +92,7 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def of_models(self) -> dict[str, float]:
-        """The prices of models that are named."""
+        """Returns prices of explicitly named device models."""
         return {name: price for name, price in self.device_hour.items() if name != "default"}
 
 
@@ -100,12 +101,12 @@ class _OwnersDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 EARLIEST, LATEST = -(1 << 62), 1 << 62
-"""Before and after all times, ns."""
+"""Before and after all valid times, ns."""
 _Kind = TypeVar("_Kind", _OwnersDocument, Prices)
 
 
 def read_rules(path: Path) -> tuple[OwnerRule, ...]:
-    """The rules of `owners.toml`; of those that match and say something of a dimension the first
+    """Reads the rules of `owners.toml`; for each dimension the first matching rule that sets it
     counts.
 
     Raises:
@@ -115,7 +116,7 @@ def read_rules(path: Path) -> tuple[OwnerRule, ...]:
 
 
 def parse_rules(text: str | bytes, location: str = "") -> tuple[OwnerRule, ...]:
-    """The same from the text of the file, which lies there.
+    """Parses the text of `owners.toml`; errors name `location`.
 
     Raises:
         InputError: `bad-owners`.
@@ -124,7 +125,7 @@ def parse_rules(text: str | bytes, location: str = "") -> tuple[OwnerRule, ...]:
 
 
 def read_prices(path: Path) -> Prices:
-    """The prices of `prices.toml`.
+    """Reads the prices of `prices.toml`.
 
     Raises:
         InputError: `unreadable`, `bad-prices`.
@@ -133,7 +134,7 @@ def read_prices(path: Path) -> Prices:
 
 
 def parse_prices(text: str | bytes, location: str = "") -> Prices:
-    """The same from the text of the file, which lies there.
+    """Parses the text of `prices.toml`; errors name `location`.
 
     Raises:
         InputError: `bad-prices`.
@@ -153,7 +154,7 @@ def _parse_toml(text: str | bytes, kind: type[_Kind], *, slug: str, location: st
         return msgspec.convert(
             tomllib.loads(text if isinstance(text, str) else text.decode()), kind
         )
-    except (ValueError, RecursionError) as error:  # what is no TOML, no UTF-8, or has a wrong key
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or a wrong key
         raise InputError(
             f"the file is not what it should be: {error}", slug=slug, where=location
         ) from error
@@ -204,13 +205,13 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
                 )
 
     def takes(self, process: HostProcess) -> bool:
-        """Whether a process is of a job that the rule is about."""
+        """Returns whether a process belongs to a job that the rule covers."""
         return all(
             fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items()
         )
 
     def wanted(self, job: str) -> TraceSpec:
-        """What is asked for."""
+        """Returns the trace that the rule requests for a job."""
         steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
         return TraceSpec(
             job=job,
@@ -285,7 +286,7 @@ class FleetRules(ConfigTable, frozen=True):
 
     @classmethod
     def of(cls, text: str) -> FleetRules:
-        """Read a document.
+        """Parses a document.
 
         Raises:
             InputError: `wrong-config`.
@@ -294,5 +295,5 @@ class FleetRules(ConfigTable, frozen=True):
 
 
 def get_rule_kind(rule: FleetRule) -> str:
-    """The kind of a rule, as `on` names it."""
+    """Returns the kind of a rule, as `on` names it."""
     return str(rule.__struct_config__.tag)

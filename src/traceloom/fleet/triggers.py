@@ -1,7 +1,7 @@
-"""Fleet conditions (schedule, usage, finding, regression) and the fleet's side of the engine.
+"""The fleet's trigger engine: cadence, usage, finding and regression rules, and their budget.
 
-Refusals are counted, and the last one of each rule is kept with its reason. What rules did and cost
-is in the state.
+Refusals are counted, and the last one of each rule is kept with its reason. Counts and charges are
+in the state.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DAY_NS = 86_400 * 10**9
 
 
 class FleetCharge(msgspec.Struct, kw_only=True):
-    """What a request of a rule costs: steps that are traced and bytes that are kept; until it is
-    `settled`, at most.
+    """Cost of a rule's request: traced steps and stored bytes; upper bounds until it is
+    `settled`.
     """
 
     request: str
@@ -62,20 +62,20 @@ class FleetCharge(msgspec.Struct, kw_only=True):
 
 
 class FleetLedger:
-    """All charges that still count. A charge of the last 24 hours counts, and one whose request has
-    not ended.
+    """Charges against the budget: those of the last 24 hours, and of requests that have not ended.
 
     Args:
-        budget: What may be spent.
+        budget: The budget.
     """
 
     def __init__(self, budget: FleetBudget) -> None:
         self.budget = budget
         self.charges: dict[str, FleetCharge] = {}  # by request
-        self._last_fired_ns: dict[tuple[str, str], int] = {}  # rule and job -> when last
+        # Rule and job -> time of the last trace.
+        self._last_fired_ns: dict[tuple[str, str], int] = {}
 
     def add(self, charges: Iterable[FleetCharge], now_ns: int) -> None:
-        """Take charges; those of the future, as a clock that was set back leaves them, are of now."""
+        """Adds charges; those in the future (after the clock was set back) count as of now."""
         for charge in charges:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges[charge.request] = charge
@@ -83,7 +83,7 @@ class FleetLedger:
             self._last_fired_ns[key] = max(charge.at_ns, self._last_fired_ns.get(key, 0))
 
     def forget(self, before_ns: int) -> list[str]:
-        """Drop settled charges of before an instant; their requests."""
+        """Drops settled charges before an instant; returns their requests."""
         removed = [
             name
             for name, charge in self.charges.items()
@@ -98,24 +98,24 @@ class FleetLedger:
         return removed
 
     def fired_ns(self, rule: str, job: str) -> int | None:
-        """When the rule last traced the job, as far as that is remembered."""
+        """Returns when the rule last traced the job; None if unknown."""
         return self._last_fired_ns.get((rule, job))
 
     def cooling(self, rule: str, job: str, cooldown_s: float, now_ns: int) -> float:
-        """Seconds until the rule may trace the job again; 0.0 where it may."""
+        """Returns seconds until the rule may trace the job again; 0.0 if it may now."""
         fired_ns = self.fired_ns(rule, job)
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
 
     def refusal(
         self, job: str, steps: int, steps_made: int, files: int, now_ns: int
     ) -> TriggerRefusal | None:
-        """Why a job cannot be traced for so many steps; None where it can.
+        """Returns why a job cannot be traced for a number of steps; None if it can.
 
         Args:
             job: Its name.
-            steps: To be traced.
-            steps_made: That it made in the last day.
-            files: To be kept.
+            steps: Steps to trace.
+            steps_made: Steps of the job in the last day.
+            files: Number of files to store.
             now_ns: Now.
         """
         counting, budget = list(self._list_counted_charges(now_ns)), self.budget
@@ -139,15 +139,17 @@ class FleetLedger:
         return None
 
     def reserve(self, files: int) -> int:
-        """Bytes that so many files have at most."""
+        """Returns the max bytes of a number of files."""
         return files * int(self.budget.mb_per_trace * 1e6)
 
     def traces_left(self, now_ns: int) -> int:
-        """How many traces may be made now."""
+        """Returns how many traces the budget still allows."""
         return max(self.budget.traces_per_day - len(list(self._list_counted_charges(now_ns))), 0)
 
     def bytes_left(self, now_ns: int) -> int:
-        """What may be kept now; what runs counts with what it may have."""
+        """Returns how many bytes the budget still allows; unfinished requests count at their
+        max.
+        """
         return int(self.budget.mb_per_day * 1e6) - sum(
             charge.bytes for charge in self._list_counted_charges(now_ns)
         )
@@ -166,13 +168,13 @@ _MAX_JOBS = 20_000
 
 
 class FleetCadenceWatch:
-    """Chooses a job by a hash of the rule, the job and the day, so that a service that starts again
-    chooses alike.
+    """Chooses jobs by a hash of rule, job and day, so that a restarted service chooses the same
+    ones.
 
     Args:
-        rule: How many.
-        jobs: Those that run now.
-        fired_ns: When the rule last traced a job.
+        rule: The rule.
+        jobs: Returns the running jobs.
+        fired_ns: Returns when the rule last traced a job.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class FleetCadenceWatch:
         self._first: dict[str, int] = {}  # job -> when it was first seen
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:
-        """Jobs whose instant of this day has come."""
+        """Yields jobs whose time of this day has come."""
         running = self._jobs()
         self._first = {job: self._first.get(job, now_ns) for job in running}
         day = now_ns // DAY_NS
@@ -205,16 +207,15 @@ class FleetCadenceWatch:
 
 
 class FleetUsage:
-    """What jobs had of their devices, minute by minute, as hosts told of it."""
+    """Usage of devices by job and minute, as reported by hosts."""
 
     def __init__(self) -> None:
-        self.keep_minutes = 0  # as many as the longest rule looks at
-        self._minutes: dict[
-            str, dict[tuple[int, str], tuple[int, int]]
-        ] = {}  # job -> (minute, host) -> (held, busy)
+        self.keep_minutes = 0  # as many as the longest window of a rule
+        # Job -> (minute, host) -> (held, busy).
+        self._minutes: dict[str, dict[tuple[int, str], tuple[int, int]]] = {}
 
     def hear(self, host: str, rows: Iterable[UsageRow]) -> None:
-        """Take minutes of a host; what it told before of the same minute this replaces."""
+        """Adds minutes of a host, replacing earlier values of the same minutes."""
         if not self.keep_minutes:
             return
         amounts: dict[tuple[str, int], tuple[int, int]] = {}
@@ -230,10 +231,9 @@ class FleetUsage:
                 self._minutes.setdefault(job, {})[minute, host] = amount
 
     def forget(self, now_ns: int) -> None:
-        """Drop minutes that no rule looks at."""
-        oldest = (
-            now_ns // _MINUTE_NS - self.keep_minutes - 5
-        )  # hosts tell of a minute when it has ended, or later
+        """Drops minutes that no rule needs."""
+        # Hosts report a minute after it has ended, or later.
+        oldest = now_ns // _MINUTE_NS - self.keep_minutes - 5
         for job, minutes in list(self._minutes.items()):
             recent = {key: amount for key, amount in minutes.items() if key[0] >= oldest}
             if recent:
@@ -242,10 +242,10 @@ class FleetUsage:
                 del self._minutes[job]
 
     def busy(self, job: str, minutes: int) -> tuple[int, float] | None:
-        """The last minute of a job, and the share of its device time in which it computed in so
-        many until then.
+        """Returns the last minute of a job, and the busy share of its device time in the window up
+        to it.
 
-        None where one of these minutes is missing.
+        Returns None if one of the `minutes` is missing.
         """
         amounts = self._minutes.get(job, {})
         last = max((minute for minute, _ in amounts), default=0)
@@ -257,19 +257,19 @@ class FleetUsage:
 
 
 class UsageWatch:
-    """Fires while a job computes too little.
+    """Fires while a job's busy share is too low.
 
     Args:
-        rule: How little, in how many minutes.
-        jobs: Those that run now.
-        usage: What they had.
+        rule: Threshold and window.
+        jobs: Returns the running jobs.
+        usage: Their usage.
     """
 
     def __init__(self, rule: UsageRule, jobs: Callable[[], Jobs], usage: FleetUsage) -> None:
         self._rule, self._jobs, self._usage = rule, jobs, usage
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:
-        """Jobs that compute too little."""
+        """Yields jobs whose busy share is too low."""
         oldest = now_ns // _MINUTE_NS - self._rule.minutes - 5
         for job in self._jobs():
             busy = self._usage.busy(job, self._rule.minutes)
@@ -280,9 +280,9 @@ class UsageWatch:
 
 
 class CaptureFinding(NamedTuple):
-    """A finding of a capture that is new.
+    """A new finding of a capture.
 
-    `saving`: share of the step, 0.0 where it saves no time.
+    `saving`: share of the step, 0.0 if it saves no time.
     """
 
     capture: str
@@ -292,21 +292,21 @@ class CaptureFinding(NamedTuple):
 
 
 class TableEvents(NamedTuple):
-    """What the tables say that they did not say before."""
+    """New findings and regressions in the tables."""
 
     findings: list[CaptureFinding]
     regressions: list[ChangeRow]
 
 
 class TableEventWatch:
-    """Fires once for each of the news that a rule is about."""
+    """Fires once for each new finding or regression that matches a rule."""
 
     def __init__(self, rule: FindingTriggerRule | RegressionRule, jobs: Callable[[], Jobs]) -> None:
         self._rule, self._jobs = rule, jobs
         self._firings: list[Occurrence] = []
 
     def hear(self, news: TableEvents) -> None:
-        """Take news."""
+        """Queues occurrences for matching events."""
         if isinstance(self._rule, FindingTriggerRule):
             for finding in news.findings:
                 if finding.slug == self._rule.slug and finding.saving >= self._rule.saving:
@@ -326,13 +326,13 @@ class TableEventWatch:
                 )
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
-        """What was heard since the last look."""
+        """Yields occurrences since the last call."""
         firings, self._firings = self._firings, []
         yield from firings
 
 
 def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> TableEvents:
-    """Look at captures that were analysed since the last call, and tell webhooks of new
+    """Collects events of captures analysed since the last call, and queues webhook events of new
     regressions. Blocks.
     """
     through, committed = state.newly_committed()
@@ -366,38 +366,35 @@ def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> Ta
 
 
 def _hash_series(change: ChangeRow) -> str:
-    """What tells the series of a change from others; kernels have long names."""
+    """Returns a short identifier of a change's series; names of kernels are long."""
     text = "\0".join((change["kernel"], change["shapes"] or "", change["device_model"] or ""))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 LOG = logging.getLogger("traceloom.collect")
 _POLL_S = 2.0
-_TABLE_POLL_NS = 120 * 10**9  # between looks at the tables
-_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while what the rule watches for goes on
+_TABLE_POLL_NS = 120 * 10**9  # between polls of the tables
+_RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while the condition persists
 _NEVER_NS = 1 << 63
 _MAX_ATTEMPTS = 8192
-# An agent makes steps of several ranks a window by time, which leaves room for a profiler that
-# slows them down.
+# Agents trace several steps per rank in a time window, with margin for slow profilers.
 _STEPS_MARGIN, _SHORTEST_S = 3, 0.5
 _WEEK_NS = 7 * DAY_NS  # the longest cooldown
 
 
 class _Attempt(NamedTuple):
-    """What became of a rule and a job last: which occurrence that was, and from when on it is tried
-    again.
-    """
+    """Last attempt of a rule for a job: the occurrence, and when to try again."""
 
     episode: str
     again_ns: int
 
 
 class FleetTriggerEngine:
-    """All rules of the fleet. Lives in the loop of the service that leads.
+    """Evaluates all rules of the fleet. Runs in the event loop of the leading service.
 
     Args:
-        desk: Takes the requests, and knows which jobs run; its clock is the one of the rules.
-        tables: Say what captures showed.
+        desk: Takes requests, knows the running jobs, and provides the clock.
+        tables: Source of findings and regressions.
     """
 
     def __init__(self, desk: HostRegistry, tables: Tables) -> None:
@@ -406,20 +403,19 @@ class FleetTriggerEngine:
         self.rules: dict[str, AnyFleetRule] = {}
         self.counts: dict[str, RuleCounts] = {}
         self.ledger = FleetLedger(FleetRules().budget)
-        self.trouble = ""  # why the rules that are on record cannot be used
-        self.defects: dict[
-            str, str
-        ] = {}  # rule, or "" for all of them -> what went wrong when it was looked at last
+        self.trouble = ""  # why the stored rules cannot be used
+        # Rule, or "" for all -> error of its last evaluation.
+        self.defects: dict[str, str] = {}
         self._usage = FleetUsage()
         self._watches: dict[str, FleetCadenceWatch | UsageWatch | TableEventWatch] = {}
-        self._kept: dict[str, RuleCounts] = {}  # of all rules that ever were
+        self._kept: dict[str, RuleCounts] = {}  # of all rules, including removed ones
         self._tried: dict[tuple[str, str], _Attempt] = {}
-        self._changed: set[str] = set()  # rules whose counts are not written yet
+        self._changed: set[str] = set()  # rules whose counts are not stored yet
         self._news_ns = 0
         self._running: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take up what is on record, and begin."""
+        """Loads the stored rules and charges, and starts."""
         text = await asyncio.to_thread(self.desk.state.trigger_rules)
         charges, counts = await asyncio.to_thread(self.desk.state.trigger_documents)
         self._kept = {
@@ -428,13 +424,13 @@ class FleetTriggerEngine:
         }
         try:
             self._take(text, FleetRules.of(text))
-        except InputError as error:  # somebody has changed them in the database
+        except InputError as error:  # somebody changed them in the database
             self.trouble = str(error)
         now_ns = self.desk.clock()
         self.ledger.add(
             (msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns
         )
-        # A service that was killed between a request and its charge still has the request.
+        # If the service was killed between a request and its charge, the request still exists.
         for request in self.desk.requests.values():
             if request.trigger is not None and request.id not in self.ledger.charges:
                 rates = [
@@ -454,23 +450,23 @@ class FleetTriggerEngine:
         self._running = asyncio.create_task(self._look_for_ever(), name="triggers of the fleet")
 
     async def close(self) -> None:
-        """Stop; what was asked for goes on."""
+        """Stops; requests continue."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def set_rules(self, text: str) -> None:
-        """Put rules in the place of those before; what those of the same names did stays counted.
+        """Replaces the rules; counts of rules with the same names are kept.
 
         Raises:
-            InputError: `wrong-config`; those before stay.
+            InputError: `wrong-config`; the previous rules stay active.
         """
         rules = FleetRules.of(text)
         await asyncio.to_thread(self.desk.state.set_trigger_rules, text)
         self._take(text, rules)
 
     def jobs_of(self, rule: FleetRule) -> Jobs:
-        """Jobs that run now and that the rule is about, with their processes."""
+        """Returns running jobs that the rule covers, with their processes."""
         return {
             job: job_processes
             for job, job_processes in self._jobs().items()
@@ -478,19 +474,19 @@ class FleetTriggerEngine:
         }
 
     async def tick(self, news: TableEvents | None = None) -> None:
-        """Settle what has ended, look at all rules, and ask for what they want.
+        """Settles ended requests, evaluates all rules, and makes their requests.
 
         Args:
-            news: What the tables say that they did not say before.
+            news: New findings and regressions in the tables.
         """
         now_ns = self.desk.clock()
-        # What was measured stands in the place of what was set aside, for requests that have ended.
+        # Measured costs replace the reserved ones of requests that have ended.
         settled = []
         for charge in self.ledger.charges.values():
             request = self.desk.requests.get(charge.request)
             if charge.settled or (request is not None and not request.ended):
                 continue
-            if request is not None:  # of one that was forgotten nobody knows more
+            if request is not None:  # a forgotten request cannot be settled any better
                 targets = [
                     target for progress in request.hosts.values() for target in progress.targets
                 ]
@@ -515,7 +511,7 @@ class FleetTriggerEngine:
                     watch.hear(news)
                 for firing in list(watch.look(now_ns)):
                     await self._try(rule, firing, jobs, now_ns)
-            except TraceloomError:  # of the state, which the others need as well
+            except TraceloomError:  # a failure of the state, which the other rules need as well
                 raise
             except Exception as error:  # a defect of one rule must not stop the others
                 if name not in self.defects:
@@ -525,7 +521,7 @@ class FleetTriggerEngine:
                 self.defects.pop(name, None)
         await self._write(settled, removed)
 
-    # Inside.
+    # Private.
 
     def _take(self, text: str, rules: FleetRules) -> None:
         self.text, self.trouble = text, ""
@@ -548,7 +544,7 @@ class FleetTriggerEngine:
         self._tried, self.defects = {}, {}
 
     def _jobs(self) -> Jobs:
-        """Processes of jobs that run now."""
+        """Returns the processes of running jobs."""
         jobs: dict[str, list[HostProcess]] = defaultdict(list)
         for now in self.desk.fresh().values():
             for process in now.heartbeat.processes:
@@ -557,8 +553,8 @@ class FleetTriggerEngine:
         return jobs
 
     async def _try(self, rule: FleetRule, firing: Occurrence, jobs: Jobs, now_ns: int) -> None:
-        """Make the request, or count why there is none; once per occurrence, and now and then while
-        it goes on.
+        """Makes a request, or counts its refusal: once per occurrence, with retries while that
+        lasts.
         """
         job = firing.labels.get("job", "")
         job_processes = jobs.get(job, ())
@@ -583,7 +579,7 @@ class FleetTriggerEngine:
                 detail=refusal.detail,
             )
             self._changed.add(rule.name)
-        self._tried.pop(key, None)  # the one that was tried last stands last
+        self._tried.pop(key, None)  # keeps the dict in order of the last attempt
         self._tried[key] = _Attempt(firing.episode, again_ns)
         if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
@@ -596,7 +592,7 @@ class FleetTriggerEngine:
         job_processes: Sequence[HostProcess],
         now_ns: int,
     ) -> TriggerRefusal | None:
-        """Ask the desk; why not, where it is refused."""
+        """Submits a request; returns the refusal, if any."""
         if not job_processes:
             return TriggerRefusal("no-such-job", "no host of late has processes of it")
         if any(
@@ -606,9 +602,8 @@ class FleetTriggerEngine:
             return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
             return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
-        rate = max(
-            (process.steps_per_second or 0.0 for process in job_processes), default=0.0
-        )  # its fastest rank's
+        # The rate of its fastest rank.
+        rate = max((process.steps_per_second or 0.0 for process in job_processes), default=0.0)
         steps_made = max(
             (process.steps for process in job_processes if process.steps is not None), default=0
         )
@@ -662,8 +657,8 @@ class FleetTriggerEngine:
 
     @staticmethod
     def _steps(request: FleetRequest, rate: float) -> int:
-        """Steps that a request traces at most, as far as it can be said before; `rate`: of its job,
-        0 if unknown.
+        """Returns the max steps of a request, as far as known in advance; `rate`: of its job, 0 if
+        unknown.
         """
         spec = request.wanted
         if spec.duration_s is not None:

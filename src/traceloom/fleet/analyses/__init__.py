@@ -1,1 +1,1 @@
-"""Analyses over captures of a fleet."""
+"""Analyses across the captures of a fleet."""

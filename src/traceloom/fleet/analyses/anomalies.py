@@ -1,9 +1,9 @@
-"""Slow hosts and ranks; how common findings are.
+"""Finds slow hosts and ranks, and counts how common findings are.
 
-A host is held against other hosts that ran the same kernels on the same shapes and model of device;
-a rank against the other ranks of its job. What is compared is the logarithm of a time over the
-median of the peers, so that nothing has to be known of how long anything should take. The distance
-is a robust z: over 1.4826 times the median of the distances.
+A host is compared with hosts that ran the same kernels on the same shapes and device model, a rank
+with the other ranks of its job. The score is the logarithm of a time over the median of the peers,
+so no absolute expectation is needed. The distance is a robust z: the score divided by 1.4826 times
+the median absolute deviation.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import polars as pl
 from traceloom.trace.frames import Result
 
 MIN_PEERS = 4
-"""Hosts, or ranks, that have to be compared."""
+"""Min number of hosts, or ranks, for a comparison."""
 
 OUTLIER_Z = 3.5
-"""The robust z from which on one is an outlier (Iglewicz and Hoaglin, 1993)."""
+"""Robust z of an outlier (Iglewicz and Hoaglin, 1993)."""
 
 MIN_RATIO = 1.05
-"""... if it is slower than its peers by this as well: alike peers make any difference a far one."""
+"""Min ratio to the peers of an outlier: among nearly equal peers, any difference has a large z."""
 
 _MIN_SCATTER = 0.005
-_MAD_TO_SIGMA = 1.4826  # of the median distance: the standard deviation, where values are normal
+# Standard deviation of a normal distribution over its median absolute deviation.
+_MAD_TO_SIGMA = 1.4826
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Outliers(Result):
     """Hosts and ranks against their peers.
 
     Attributes:
-        hosts: The slowest first: host, device_model, ratio (the median over its kernels of its mean duration over the
-            median of the hosts), z, outlier, kernels (kernels and shapes that at least 4 hosts
-            ran), jobs (that ran there).
-        ranks: The slowest first: job, rank, host (of the last capture), ratio (the median over captures of the time in
-            which its compute kernels run, over the median of the ranks), z, outlier, captures.
+        hosts: Slowest first: host, device_model, ratio (the median over its kernels of its mean
+            duration over the median of the hosts), z, outlier, kernels (kernels and shapes that at
+            least 4 hosts ran), jobs (that ran there).
+        ranks: The slowest first: job, rank, host (of the last capture), ratio (the median over
+            captures of the time in which its compute kernels run, over the median of the ranks), z,
+            outlier, captures.
     """
 
     hosts: pl.DataFrame
@@ -45,12 +47,12 @@ class Outliers(Result):
 
 
 def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame) -> Outliers:
-    """Compare hosts and ranks.
+    """Compares hosts and ranks with their peers.
 
     Args:
         kernels: Rows of this table.
-        captures: The same, of the same days.
-        devices: The same.
+        captures: Rows of this table, of the same days.
+        devices: Rows of this table, of the same days.
     """
     rank_hosts = (
         devices.select("capture", "rank", "host")
@@ -59,12 +61,12 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
     )
     jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
     keys = ["kernel", "shapes", "device_model"]
-    # Rows are many and names few: they are grouped as numbers.
+    # Many rows, few names: categorical codes make grouping fast.
     ranks_of = rank_hosts.join(jobs, on="capture").with_columns(
         pl.col("host", "job").cast(pl.Categorical)
     )
-    # A job may do less work of the same shape than another, but not shorter: the median over jobs
-    # counts.
+    # Jobs may run less work of the same shape, but not shorter work: so the median over jobs is
+    # used.
     means = (
         kernels.filter(pl.col("count") > 0, pl.col("total_ns") > 0)
         .with_columns(pl.col(keys).cast(pl.Categorical))
@@ -110,7 +112,7 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
 
 
 def _compare_with_peers(scores: pl.LazyFrame, peers: Sequence[str]) -> pl.DataFrame:
-    """Each against its peers, the slowest first; those with too few peers are left out."""
+    """Compares each score with its peers, slowest first; groups with too few peers are dropped."""
     distance = pl.col("distance")
     off = distance - distance.median().over(peers)
     scatter = (off.abs().median().over(peers) * _MAD_TO_SIGMA).clip(lower_bound=_MIN_SCATTER)
@@ -140,11 +142,11 @@ class CommonFindings(Result):
 
 
 def count_common_findings(findings: pl.LazyFrame, captures: pl.LazyFrame) -> CommonFindings:
-    """Count findings.
+    """Counts findings by rule.
 
     Args:
         findings: Rows of this table.
-        captures: The same; a capture of no job is a job of its own.
+        captures: Rows of this table; a capture without a job counts as a job of its own.
     """
     capture_jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
     capture_count = int(capture_jobs.select(pl.col("capture").n_unique()).collect().item())

@@ -1,6 +1,6 @@
-"""Device time by owner, as a tree; owner rules; what other rules would move.
+"""Attributes device time to owners, as a tree, and compares owner rules.
 
-Applied when somebody asks, never to what is kept: a rule that is put right puts the past right.
+Rules are applied on read, never to stored rows: a corrected rule also corrects the past.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from traceloom.fleet.store.schema import ALLOCATED, BUSY, DIMENSIONS, UNALLOCATE
 from traceloom.trace.frames import Result
 
 UNATTRIBUTED = "unattributed"
-"""The value of a dimension that nobody says."""
+"""Value of a dimension that is unknown."""
 
 JOB_DIMENSIONS = ("job", "scheduler", *DIMENSIONS)
 DEVICE_DIMENSIONS = ("host", "device_model", "device")
 ATTRIBUTION_DIMENSIONS = (*JOB_DIMENSIONS, *DEVICE_DIMENSIONS)
-"""What time can be divided by."""
+"""Dimensions by which time can be divided."""
 
 _STATES = {
     "busy_ms": BUSY,
@@ -40,24 +40,24 @@ _MEASURED_AMOUNTS = {
 }
 _PRICED_AMOUNTS = {"cost": "cost_known_ms", "co2_g": "co2_known_ms"}
 _AMOUNTS = _MEASURED_AMOUNTS | _PRICED_AMOUNTS
-"""Amount -> the device time of which it is known."""
+"""Amount -> column of the device time for which it is known."""
 
 
 @dataclass(frozen=True)
 class Attribution(Result):
-    """Device time and what it cost, divided.
+    """Device time and its cost, divided by dimensions.
 
     Attributes:
         by: The dimensions, outermost first.
         currency: Of the cost; None without prices.
-        leaves: One row per combination of values of `by` (and per stretch of time, `time_ns`, where that is asked for):
-            device_ms, which is busy_ms + idle_ms (a job held the device, and it did nothing) +
-            unallocated_ms + unreachable_ms; then energy_mj, flops_low, flops_high, input_bytes,
-            cost and co2_g, each null where it is known of no device time, and the device time of
-            which it is known: energy_known_ms, flops_known_ms, input_known_ms, cost_known_ms,
-            co2_known_ms. Energy that is not measured costs nothing beside its device hour. Time
-            that no job held has the name of its state as the value of all dimensions of jobs; what
-            nobody says of a job is `unattributed`. Largest time first.
+        leaves: One row per combination of values of `by` (and per time interval, `time_ns`, if
+            requested), largest time first. `device_ms` is busy_ms + idle_ms (held by a job, but
+            idle) + unallocated_ms + unreachable_ms. energy_mj, flops_low, flops_high, input_bytes,
+            cost and co2_g are null if unknown for all device time; energy_known_ms, flops_known_ms,
+            input_known_ms, cost_known_ms, co2_known_ms give the device time for which they are
+            known. Energy that is not measured adds nothing to the cost of the device hour. Time
+            that no job held has the name of its state as the value of all job dimensions; unknown
+            facts of a job are `unattributed`.
     """
 
     by: tuple[str, ...]
@@ -65,9 +65,9 @@ class Attribution(Result):
     leaves: pl.DataFrame
 
     def level(self, depth: int) -> pl.DataFrame:
-        """The same by the first dimensions only: 0 is everything in one row.
+        """Returns the sums by the first `depth` dimensions; 0 gives a single row.
 
-        All levels add up to the same.
+        All levels have the same total.
         """
         times = [name for name in ("time_ns",) if name in self.leaves.columns]
         return _add_up_amounts(self.leaves.lazy(), [*times, *self.by[:depth]]).collect()
@@ -80,14 +80,15 @@ def divide_device_time(
     prices: Prices | None = None,
     every_ns: int | None = None,
 ) -> Attribution:
-    """Divide the device time of the rows.
+    """Divides the device time of the rows.
 
     Args:
         usage: Rows of `usage_minute` or `usage_hour`.
-        owned: Whose each job is, of `owners.periods`. A row counts for whom its job belongs to at its beginning.
-        by: Dimensions, outermost first, of `BY`.
-        prices: What hours and energy cost.
-        every_ns: Length of the stretches of time to tell apart; None: all in one.
+        owned: Owners of jobs, of `compute_ownership_periods`. A row counts for the owner at its
+            start.
+        by: Dimensions, outermost first, of `ATTRIBUTION_DIMENSIONS`.
+        prices: Prices of hours and energy.
+        every_ns: Length of time intervals; None: a single one.
 
     Raises:
         UsageError: `no-such-dimension`.
@@ -142,10 +143,10 @@ def divide_device_time(
 def _add_up_by_owner(
     rows: pl.LazyFrame, owned: pl.DataFrame, keys: Sequence[str], job_dimensions: Sequence[str]
 ) -> pl.LazyFrame:
-    """Usage added up by job and keys, with what these people say of the job at the time.
+    """Adds up usage by job and keys, with the job's owners at the time.
 
-    Jobs that belong to the same people all the time, nearly all, need no times: a month of them is
-    added up at once.
+    Nearly all jobs never change owners: their usage is added up over all time at once, without an
+    as-of join.
     """
     sums = tuple(dict.fromkeys(("device_ms", *_MEASURED_AMOUNTS, *_MEASURED_AMOUNTS.values())))
     facts_of = [name for name in job_dimensions if name != "job"]
@@ -176,7 +177,9 @@ def _add_up_by_owner(
 
 
 def _compute_costs(prices: Prices | None) -> list[pl.Expr]:
-    """Cost and CO2 of each row, and the device time of which they are known."""
+    """Returns expressions for cost and CO2 of each row, and the device time for which they are
+    known.
+    """
     if prices is None:
         nothing = [pl.lit(None, pl.Float64).alias(name) for name in _PRICED_AMOUNTS]
         return [*nothing, *(pl.lit(0, pl.Int64).alias(name) for name in _PRICED_AMOUNTS.values())]
@@ -218,22 +221,22 @@ def _add_up_amounts(frame: pl.LazyFrame, keys: Sequence[str]) -> pl.LazyFrame:
 
 
 OTHERS_LABEL = "(others)"
-"""The value of the parts that are too small to stand alone."""
+"""Label of the merged small parts."""
 
 MAX_ROWS = 5_000
-"""Of a tree; parts stand together until there are no more."""
+"""Max rows of a tree; smaller parts are merged to stay below it."""
 
 
 @dataclass(frozen=True)
 class AttributionTree(Result):
-    """Device time and what it cost, as a tree.
+    """Device time and its cost, as a tree.
 
     Attributes:
         by: The dimensions, outermost first.
         currency: Of the cost; None without prices.
-        rows: Each part before its parts, the largest first: time_ns (of the stretch of time, null where all is in one),
-            values (of the dimensions, outermost first; none for everything), and the columns of
-            `Attribution.leaves`.
+        rows: Depth first, the largest part first: time_ns (start of the interval, null if there is
+            only one), values (of the dimensions, outermost first; empty for the total), and the
+            columns of `Attribution.leaves`.
     """
 
     by: tuple[str, ...]
@@ -242,14 +245,15 @@ class AttributionTree(Result):
 
 
 def build_attribution_tree(divided: Attribution, top: int) -> AttributionTree:
-    """Arrange device time as a tree.
+    """Arranges device time as a tree.
 
     Args:
         divided: Its leaves.
-        top: So many parts of each part stand alone, the largest over all time; fewer where there are too many rows.
+        top: Max separate children of each node, the largest over all time; fewer if there would be
+            too many rows.
 
     Raises:
-        UsageError: `too-many-rows`: there are too many stretches of time.
+        UsageError: `too-many-rows`: there are too many time intervals.
     """
     while True:
         rows = _build_tree_rows(divided, top)
@@ -309,21 +313,22 @@ _CLAIMED_COLUMNS = ("scheduler", *DIMENSIONS)
 def compute_ownership_periods(
     jobs: pl.LazyFrame, owners: pl.LazyFrame, rules: Sequence[OwnerRule] = ()
 ) -> pl.DataFrame:
-    """Whose each job is, and since when.
+    """Computes the owners of each job over time.
 
-    Of several statements about one time the one that begins last counts; what a job says itself
-    holds back to its beginning and on until it says otherwise. For each dimension the first that
-    says something counts: people, the rules in their order, the job's own field, its label of that
-    name.
+    Of several statements about a time, the one with the latest start counts; a job's own statement
+    also applies back to its beginning, and until its next one. For each dimension the first known
+    value counts, in this order: people, the rules in their order, the job's own field, its label of
+    that name.
 
     Args:
-        jobs: Rows of this table: what jobs say themselves.
-        owners: Rows of this table: what people say.
+        jobs: Rows of this table: statements of jobs.
+        owners: Rows of this table: statements of people.
         rules: Of `owners.toml`.
 
     Returns:
-        `job`, `from_ns` (ascending within a job), scheduler and all dimensions; null where nobody
-        says it. A job that nobody speaks of has no row.
+        `job`, `from_ns` (ascending within a job), scheduler and all dimensions; null if unknown. A
+            job
+        without statements has no row.
     """
     job_claims = (
         jobs.select("job", *_CLAIMED_COLUMNS, "labels", "valid_from_ns", "valid_to_ns")
@@ -362,7 +367,7 @@ def compute_ownership_periods(
         by="job",
         check_sortedness=False,
     )
-    # One that began later and is over hides none that still holds.
+    # A statement that began later but has ended does not override one that still holds.
     valid = times.join(people, on="job").filter(
         pl.col("valid_from_ns") <= pl.col("from_ns"),
         pl.col("valid_to_ns").fill_null(LATEST) > pl.col("from_ns"),
@@ -381,7 +386,7 @@ def compute_ownership_periods(
         label = pl.col("labels").str.json_path_match(f"$['{name}']")
         columns.append(pl.coalesce(stated_owners[name], *rule_values, name, label).alias(name))
     owned = facts.with_columns(columns).select("job", "from_ns", *_CLAIMED_COLUMNS)
-    # of the same job: the first row of each is the earliest, which stays
+    # The first row of each job is its earliest, and is kept.
     changed = pl.any_horizontal(
         pl.col(name).ne_missing(pl.col(name).shift()) for name in _CLAIMED_COLUMNS
     )
@@ -391,11 +396,11 @@ def compute_ownership_periods(
 def add_owners(
     captures: pl.LazyFrame, owned: pl.DataFrame, job_dimensions: Sequence[str]
 ) -> pl.LazyFrame:
-    """Captures with what is said of their job at their start.
+    """Adds the owners of each capture's job at the capture's start.
 
     Args:
         captures: With `job` and `start_ns`.
-        owned: Of `periods`.
+        owned: Of `compute_ownership_periods`.
         job_dimensions: `job`, scheduler or dimensions.
     """
     added = [name for name in job_dimensions if name != "job"]
@@ -406,10 +411,10 @@ def add_owners(
 
 
 def match_pattern(text: pl.Expr, pattern: str) -> pl.Expr:
-    """Whether texts are what a pattern says, in which `*` and `?` stand for any signs, one sign; a
-    null never is.
+    """Returns whether texts match a pattern with `*` (any characters) and `?` (one); null never
+    does.
     """
-    # of Rust's engine, whose time is linear whatever the pattern
+    # Rust's regex engine is linear in time for any pattern.
     characters = (
         ".*" if sign == "*" else "." if sign == "?" else re.escape(sign) for sign in pattern
     )
@@ -428,10 +433,10 @@ def _match_rule(rule: OwnerRule) -> pl.Expr:
 
 @dataclass(frozen=True)
 class OwnershipMoves(Result):
-    """Device time that changes hands.
+    """Device time that changes owners.
 
     Attributes:
-        rows: The most time first: dimension, before and after (its values), jobs, device_ms.
+        rows: Most time first: dimension, before and after (its values), jobs, device_ms.
     """
 
     rows: pl.DataFrame
@@ -440,11 +445,11 @@ class OwnershipMoves(Result):
 def compare_ownership(
     usage: pl.LazyFrame, before: pl.DataFrame, after: pl.DataFrame
 ) -> OwnershipMoves:
-    """Compare two answers to whose jobs are.
+    """Compares two assignments of owners to jobs.
 
     Args:
         usage: Rows of `usage_minute` or `usage_hour`.
-        before: Of `owners.periods`, by the rules as they are.
+        before: Of `compute_ownership_periods`, by the current rules.
         after: The same, by other rules.
     """
     times = (

@@ -1,7 +1,7 @@
-"""Topline and where to invest.
+"""Computes the efficiency of a fleet (topline), and the savings from fixing findings.
 
-None of them says enough alone: a device can be busy and compute nothing, draw power and wait, reach
-its FLOP/s on work that is thrown away.
+No single metric suffices: a device can be busy without computing, draw power while it waits, or
+reach its peak FLOP/s on work that is discarded.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from traceloom.fleet.store.schema import UNALLOCATED, UNREACHABLE
 from traceloom.trace.frames import Result
 
 REFERENCE_DEVICE = "A100 SXM 80GB"
-"""The device that reference-device hours are counted in."""
+"""The device that defines reference-device hours."""
 
 MIN_JOBS = 10
-"""From how many jobs on two metrics are said to go together or not."""
+"""Min jobs for a correlation of two metrics."""
 
 METRICS = {
     "device_use": "share of the device time that is held in which a job computes",
@@ -39,20 +39,20 @@ METRICS = {
     "mfu": "matrix FLOPs of the model at their peak, over the step, mean over captures",
     "reference_hours_per_byte": "device hours, in hours of the reference device, per byte of input",
 }
-"""Metric -> what it is."""
+"""Descriptions of metrics, by name."""
 
 
 @dataclass(frozen=True)
 class FleetTopline(Result):
-    """The topline of everything that has device time.
+    """Topline metrics of everything with device time.
 
     Attributes:
-        by: What a row is of: a dimension of `attribution`, or "" for everything in one row.
-        rows: The most device time first: the value of `by`, device_hours (held), flop_rate_high (FLOP/s at most), and
-            `METRICS`; null where not measured, or where the data sheet of a device is not known.
-        correlations: One row per pair of metrics: first, second, jobs (of which both are known), correlation
-            (Spearman's, -1 to 1; null below ten jobs, and where one metric is the same for all).
-        reference: The device that reference hours are counted in.
+        by: Dimension of a row, of `ATTRIBUTION_DIMENSIONS`; "": a single row.
+        rows: Most device time first: the value of `by`, device_hours (held), flop_rate_high (max
+            FLOP/s), and `METRICS`; null if not measured, or if a device's data sheet is unknown.
+        correlations: One row per pair of metrics: first, second, jobs (for which both are known),
+            correlation (Spearman's, -1 to 1; null below ten jobs, and if a metric is constant).
+        reference: The device that defines reference hours.
     """
 
     by: str
@@ -68,14 +68,14 @@ def compute_fleet_topline(
     by: str = "",
     reference: str = REFERENCE_DEVICE,
 ) -> FleetTopline:
-    """Work out the topline.
+    """Computes the topline.
 
     Args:
         usage: Rows of `usage_minute` or `usage_hour`.
-        owned: Whose each job is, of `owners.periods`.
+        owned: Owners of jobs, of `compute_ownership_periods`.
         captures: Rows of this table, of the same days.
-        by: A dimension of `attribution.BY`; "": everything in one row.
-        reference: A device of the data sheets.
+        by: Of `ATTRIBUTION_DIMENSIONS`; "": a single row.
+        reference: A device with a data sheet.
 
     Raises:
         UsageError: `no-such-dimension`; `no-such-device`: there is no data sheet of the reference.
@@ -140,7 +140,7 @@ def _compute_topline_rows(
         "flops_known_ms",
         "input_bytes",
     )
-    complete_sums = [  # what is not known of one model of device is not known of the sum
+    complete_sums = [  # a value unknown for one device model makes the sum unknown
         pl.when(pl.col(name).is_not_null().all()).then(pl.col(name).sum()).alias(name)
         for name in ("peak_flops", "reference_hours")
     ]
@@ -162,7 +162,7 @@ def _compute_topline_rows(
     means = [pl.col(name).mean() for name in ("roofline_fraction", "mfu")]
     if not keys:
         return pl.concat([measured, captures.select(means).collect()], how="horizontal")
-    if by in DEVICE_DIMENSIONS and by != "device_model":  # a capture is of no single host
+    if by in DEVICE_DIMENSIONS and by != "device_model":  # a capture may span several hosts
         return measured.with_columns(
             pl.lit(None, pl.Float64).alias(name) for name in ("roofline_fraction", "mfu")
         ).sort("device_hours", by, descending=[True, False])
@@ -179,20 +179,21 @@ def _divide_if_positive(amount: pl.Expr, total: pl.Expr) -> pl.Expr:
 
 RULE_DIMENSION = "rule"
 INVESTMENT_DIMENSIONS = (RULE_DIMENSION, *JOB_DIMENSIONS)
-"""What savings can be divided by."""
+"""Dimensions by which savings can be divided."""
 
 
 @dataclass(frozen=True)
 class Investment(Result):
-    """What could be saved.
+    """Potential savings.
 
     Attributes:
-        by: By what it is divided.
-        rows: One row per combination of values, the most first: saved_ms (device time that fixing would save), jobs
-            (that have such findings), confidence (mean, weighted by what is saved), example (a
-            capture of the job that would save most).
+        by: Dimensions by which they are divided.
+        rows: One row per combination of values, largest saving first: saved_ms (device time that a
+            fix would save), jobs (with such findings), confidence (mean, weighted by saving),
+            example (a capture of the job that would save most).
         held_ms: Device time that jobs held.
-        analysed_ms: The part of it of jobs that have captures. Of the rest nothing is known, and nothing in the rows.
+        analysed_ms: The part of it of jobs with captures. Nothing is known about the rest, which is
+            in no row.
     """
 
     by: tuple[str, ...]
@@ -208,18 +209,19 @@ def compute_savings(
     findings: pl.LazyFrame,
     by: Sequence[str] = (RULE_DIMENSION,),
 ) -> Investment:
-    """Add up what fixing findings would save.
+    """Adds up what fixing findings would save.
 
-    Of a job it is its device time times the mean over its captures of the share of the step that
-    the findings of a rule save there; findings of one capture are disjoint, so that rules add up. A
-    capture without a finding of the rule counts as 0.
+    A job's saving is its device time times the mean, over its captures, of the share of the step
+    that the findings of a rule save there. Findings of a capture are disjoint, so savings of rules
+    add up. A capture without a finding of the rule counts as 0.
 
     Args:
         usage: Rows of `usage_minute` or `usage_hour`.
-        owned: Whose each job is, of `owners.periods`; of a job that changed hands, what holds at its last capture.
-        captures: Rows of this table: of the same days, or of all in which the jobs ran.
-        findings: The same.
-        by: Of `BY`, outermost first.
+        owned: Owners of jobs, of `compute_ownership_periods`; if a job changed owners, those at its
+            last capture count.
+        captures: Rows of this table: of the same days, or all of the jobs.
+        findings: Rows of this table, of the same captures.
+        by: Of `INVESTMENT_DIMENSIONS`, outermost first.
 
     Raises:
         UsageError: `no-such-dimension`.

@@ -1,4 +1,4 @@
-"""GPU time by kind and bound, top kernels, coverage, history of one kernel."""
+"""GPU time by dimension, top kernels, shape coverage, and the history of a kernel."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from traceloom.trace.frames import Result
 WORK_DIMENSIONS = ("kind", "bound", "device_model", "kernel", "op", "rank")
 CAPTURE_DIMENSIONS = ("job", "torch", "code")
 GPU_TIME_DIMENSIONS = (*WORK_DIMENSIONS, *CAPTURE_DIMENSIONS, *DIMENSIONS)
-"""What GPU time can be divided by."""
+"""Dimensions by which GPU time can be divided."""
 
 _SHAPE_KEYS = ("kernel", "op", "shapes", "types", "device_model")
 
 
 @dataclass(frozen=True)
 class GpuTimeBy(Result):
-    """GPU time in captures, divided.
+    """GPU time in captures, divided by dimensions.
 
     Attributes:
-        by: By what.
-        rows: One row per combination of values (and stretch of time, `time_ns`), the longest first: count (pieces of
-            work), total_ns, fraction (of all rows, of one stretch: of it), captures; `unattributed`
-            where nothing says it.
+        by: The dimensions.
+        rows: One row per combination of values (and time interval, `time_ns`), longest first: count
+            (pieces of work), total_ns, fraction (of all rows, or of the interval's), captures;
+            unknown values are `unattributed`.
     """
 
     by: tuple[str, ...]
@@ -39,15 +39,15 @@ class GpuTimeBy(Result):
 
 @dataclass(frozen=True)
 class TopKernels(Result):
-    """The kernels that take most.
+    """The kernels with the most GPU time or cycles.
 
     Attributes:
-        rows: One row per kernel, most first: kind, count, total_ns, fraction (of all GPU time), mean_ns, cycles (of the
-            part whose clock is known, null without any), cycles_known_ns (that part), shapes (how
-            many different), captures, jobs, roofline_known_ns (the part of which there is a model),
-            roofline_ns (what it needs at the peaks), example (a capture of the job that spends most
-            on it, to be looked at).
-        total_ns: All GPU time, of the kernels that are left out too.
+        rows: One row per kernel, most first: kind, count, total_ns, fraction (of all GPU time),
+            mean_ns, cycles (of the part with a known clock, null without any), cycles_known_ns (GPU
+            time of that part), shapes (number of distinct ones), captures, jobs, roofline_known_ns
+            (GPU time with a cost model), roofline_ns (its time at the peaks), example (a capture of
+            the job that spends most on it).
+        total_ns: All GPU time, including that of kernels that are left out.
     """
 
     rows: pl.DataFrame
@@ -56,14 +56,13 @@ class TopKernels(Result):
 
 @dataclass(frozen=True)
 class ShapeCoverage(Result):
-    """What specialising the commonest shapes would cover.
+    """Coverage of GPU time by the most common shapes, which a specialised kernel could serve.
 
     Attributes:
-        rows: One row per kernel, operator, shapes, types and model of device, the longest first: number (1 for the
-            first), count, total_ns, fraction (of the GPU time that is looked at), covered_fraction
-            (with all before).
-        total_ns: The GPU time that is looked at.
-        unshaped_ns: The part of it whose shapes are not recorded; it is in no row.
+        rows: One row per kernel, operator, shapes, types and device model, longest first: number
+            (from 1), count, total_ns, fraction (of the GPU time), covered_fraction (cumulative).
+        total_ns: GPU time of all given kernels.
+        unshaped_ns: The part of it without recorded shapes; it is in no row.
     """
 
     rows: pl.DataFrame
@@ -71,7 +70,7 @@ class ShapeCoverage(Result):
     unshaped_ns: int
 
     def needed(self, fraction: float) -> int | None:
-        """How many rows cover so much of the GPU time; None where all of them do not."""
+        """Returns how many rows cover a fraction of the GPU time; None if all together do not."""
         enough = self.rows.filter(pl.col("covered_fraction") >= fraction)
         return None if not enough.height else int(enough["number"][0])
 
@@ -83,14 +82,14 @@ def divide_gpu_time(
     by: Sequence[str],
     every_ns: int | None = None,
 ) -> GpuTimeBy:
-    """Divide GPU time.
+    """Divides GPU time.
 
     Args:
         kernels: Rows of this table.
-        captures: The same, of the same days.
-        owned: Whose each job is, of `owners.periods`.
-        by: Of `BY`, outermost first.
-        every_ns: Length of stretches of time to tell apart, by the start of the capture; None: all in one.
+        captures: Rows of this table, of the same days.
+        owned: Owners of jobs, of `compute_ownership_periods`.
+        by: Of `GPU_TIME_DIMENSIONS`, outermost first.
+        every_ns: Length of time intervals, by the start of the capture; None: a single one.
 
     Raises:
         UsageError: `no-such-dimension`.
@@ -115,7 +114,7 @@ def divide_gpu_time(
         )
     work_dimensions = [name for name in by if name in WORK_DIMENSIONS]
     capture_dimensions = [name for name in by if name not in WORK_DIMENSIONS]
-    # first by capture, which are few, then by what is known of it
+    # Group by capture first, as captures are few, and then by their attributes.
     rows = (
         kernels.group_by("capture", *work_dimensions)
         .agg(pl.col("count", "total_ns").sum())
@@ -146,13 +145,13 @@ def list_top_kernels(
     sort: Literal["time", "cycles"] = "time",
     top: int = 100,
 ) -> TopKernels:
-    """Rank kernels by GPU time or by device cycles.
+    """Ranks kernels by GPU time or by device cycles.
 
     Args:
         kernels: Rows of this table.
-        captures: The same, of the same days.
-        sort: By what; cycles are GPU time at the clock of the device, where telemetry was captured with it.
-        top: How many.
+        captures: Rows of this table, of the same days.
+        sort: Sort key; cycles are GPU time times the device clock, if telemetry was captured.
+        top: Max rows.
     """
     has_clock, has_model = pl.col("clock_hz").is_not_null(), pl.col("roofline_ns").is_not_null()
     ns = pl.col("total_ns")
@@ -178,8 +177,8 @@ def list_top_kernels(
         .head(top)
         .collect()
     )
-    # What has to be counted is asked of the few that are shown, by number: texts take half as long
-    # again.
+    # Distinct counts are computed only for the rows shown, on integer codes: strings take 50 %
+    # longer.
     number = pl.Enum(ranked["kernel"].drop_nulls())
     top_rows = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls(
         "kernel"
@@ -212,11 +211,11 @@ def list_top_kernels(
 
 
 def compute_shape_coverage(kernels: pl.LazyFrame, top: int = 1_000) -> ShapeCoverage:
-    """How much of the GPU time the commonest shapes cover.
+    """Computes how much of the GPU time the most common shapes cover.
 
     Args:
-        kernels: Rows of this table: of all kernels, or of those to be looked at.
-        top: Rows of the curve.
+        kernels: Rows of this table, possibly filtered.
+        top: Max rows of the curve.
     """
     ns = pl.col("total_ns")
     parts = kernels.group_by(_SHAPE_KEYS).agg(pl.col("count").sum(), ns.sum())
@@ -242,13 +241,13 @@ MAX_JOBS = 2_000
 
 @dataclass(frozen=True)
 class KernelHistory(Result):
-    """A kernel in jobs.
+    """Durations of a kernel by job.
 
     Attributes:
-        rows: One row per job, by the time of its first capture, the last 2,000: start_ns, job, mean_ns (median over its
-            captures of the mean duration of a piece of work), count, total_ns (of all its
-            captures), capture (the first), code and torch (of that one).
-        jobs: How many jobs ran it.
+        rows: One row per job, by the time of its first capture, the last 2,000: start_ns, job,
+            mean_ns (median over its captures of the mean duration of a piece of work), count,
+            total_ns (of all its captures), capture (the first), code and torch (of that one).
+        jobs: Number of jobs that ran it.
     """
 
     rows: pl.DataFrame
@@ -258,11 +257,11 @@ class KernelHistory(Result):
 def build_kernel_history(
     kernels: pl.LazyFrame, captures: pl.LazyFrame, kernel: str, shapes: str | None = None
 ) -> KernelHistory:
-    """Look at one kernel.
+    """Builds the history of a kernel.
 
     Args:
         kernels: Rows of this table.
-        captures: The same; a capture of no job is a job of its own.
+        captures: Rows of this table; a capture without a job counts as a job of its own.
         kernel: Its name.
         shapes: Of its inputs, as the rows have them; None: all.
     """

@@ -1,12 +1,9 @@
-"""Change detection in series of jobs; causes.
+"""Detects changes of kernel durations across jobs, and infers their causes.
 
-The job is the sample: its captures are no independent witnesses of each other. Exact definitions in
-docs/concepts/fleet.md.
-
-A series is of a kernel, the shapes of its inputs and a model of device; its samples are jobs in the
-order in which they were first captured. Where a kernel as a whole changed although no piece of work
-takes longer than before, the mix of its shapes or of the devices did. Exact definitions:
-docs/concepts/fleet.md.
+The sample is the job, as its captures are not independent. A series is a kernel, the shapes of its
+inputs and a device model; its samples are jobs in the order of their first captures. If a kernel
+changed as a whole although no piece of work takes longer, the mix of its shapes or devices did.
+Exact definitions: docs/concepts/fleet.md.
 """
 
 from __future__ import annotations
@@ -27,23 +24,20 @@ from traceloom.trace.array_types import Floats, Ints
 from traceloom.trace.frames import Result
 
 MIN_JOBS_PER_SIDE = 5
-"""On each side of a change."""
+"""Min jobs on each side of a change."""
 
 MIN_SEGMENT_JOBS = 2 * MIN_JOBS_PER_SIDE
-"""Jobs of a stretch between two changes back and forth: some odd jobs stand side by side often
-enough.
-"""
+"""Min jobs between two opposite changes: a few odd jobs are often adjacent by chance."""
 
 MIN_RELATIVE_CHANGE = 0.05
-"""Changes of the median smaller than this are none."""
+"""Min relative change of the median."""
 
 FALSE_ALARM_RATE = 0.001
-"""How likely it may be that all series, none of which changed, give an alarm at all: one looks
-every day.
-"""
+"""Max probability of any false alarm over all unchanged series: the search runs every day."""
 
-_PRECHECK_P_VALUE = 1e-3  # by chance: not worth to look for where exactly
-_MAX_CANDIDATE_BOUNDS = 200  # between which stretches are looked for; of longer series every n-th
+_PRECHECK_P_VALUE = 1e-3  # less significant series are not searched for an exact position
+# Candidate bounds of a segment; in longer series only every n-th position is one.
+_MAX_CANDIDATE_BOUNDS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +45,12 @@ class ChangePoint:
     """A change of level.
 
     Attributes:
-        first: Position of the stretch before in the series, half-open ...
+        first: Position of the segment before in the series, half-open ...
         at: ... where the new level begins ...
         end: ... and where it ends: at the next change, or with the series.
         before: Median before.
         after: Median after.
-        low, high: 95 % interval of after / before - 1, from drawing jobs of both sides again.
+        low, high: 95 % interval of after / before - 1, by bootstrap over the jobs of both sides.
     """
 
     first: int
@@ -69,11 +63,10 @@ class ChangePoint:
 
 
 class SignificanceLevels(NamedTuple):
-    """How unlikely by chance a change must be, so that all series together give a false alarm at
-    most so often.
+    """Significance levels of a change such that all series together keep `FALSE_ALARM_RATE`.
 
-    Half of `ALARM` goes to cuts in two, half to stretches in between, each divided by how many
-    there are.
+    Half of it goes to cuts in two, half to segments in between, each divided by their number
+    (Bonferroni).
     """
 
     cut: float
@@ -81,7 +74,7 @@ class SignificanceLevels(NamedTuple):
 
 
 def compute_significance_levels(series_lengths: Iterable[int]) -> SignificanceLevels:
-    """For series of so many jobs each."""
+    """Returns the levels for series of these lengths (jobs each)."""
     splits = segments = 0
     for count in series_lengths:
         splits += max(count - 2 * MIN_JOBS_PER_SIDE + 1, 0)
@@ -93,11 +86,11 @@ def compute_significance_levels(series_lengths: Iterable[int]) -> SignificanceLe
 
 
 def find_change_points(values: Floats, levels: SignificanceLevels) -> list[ChangePoint]:
-    """The changes of a series.
+    """Returns the changes of a series.
 
     Args:
-        values: Of jobs in the order of time, positive; shape (jobs,).
-        levels: Of all series that are looked at together.
+        values: Positive values of jobs in time order; shape (jobs,).
+        levels: For all series of the search.
     """
     log_values = np.log(values)
     splits = [0, *_find_splits(log_values, 0, levels), log_values.size]
@@ -119,10 +112,9 @@ def find_change_points(values: Floats, levels: SignificanceLevels) -> list[Chang
 
 
 def _draw_bootstrap_medians(values: Floats, generator: np.random.Generator) -> Floats:
-    """Medians of samples drawn again from values, as many as values each; shape (DRAWS,).
+    """Draws bootstrap medians: of samples as large as `values`, with replacement; shape (DRAWS,).
 
-    What stands in the middle of uniform numbers has a beta distribution, so that no sample has to
-    be drawn.
+    The median of uniform numbers has a beta distribution, so samples need not be drawn.
     """
     ordered, count = np.sort(values), values.size
     middle = (count + 1) // 2
@@ -135,8 +127,9 @@ def _draw_bootstrap_medians(values: Floats, generator: np.random.Generator) -> F
 
 
 def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) -> Iterator[int]:
-    """Positions at which the level of a series changes, in order: the clearest first, then in the
-    parts around it.
+    """Yields positions at which the level of a series changes.
+
+    The most significant change is found first, then the parts around it are searched recursively.
     """
     splits: list[int] = []
     if (split := _find_best_split(log_values)) is not None and compute_p_value(
@@ -159,10 +152,9 @@ def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) ->
 
 
 def _find_best_split(log_values: Floats) -> int | None:
-    """Where to cut a series so that its values are nearest to the medians of both parts; None where
-    nothing changes.
+    """Returns the cut that minimises the distances to the medians of both parts; None if no change.
 
-    Whether anything does is first looked at by ranks, which takes no time.
+    A cheap rank test decides first whether there is a change.
     """
     count = log_values.size
     candidates = np.arange(MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE + 1)
@@ -180,8 +172,8 @@ def _find_best_split(log_values: Floats) -> int | None:
 
 
 def _find_shifted_segment(log_values: Floats) -> tuple[int, int] | None:
-    """The stretch in the middle of a series whose ranks differ most from the others'; None where
-    nothing changes.
+    """Returns the inner segment of a series whose ranks differ most from the rest; None if no
+    change.
     """
     count = log_values.size
     first, last = MIN_JOBS_PER_SIDE, count - MIN_JOBS_PER_SIDE
@@ -209,16 +201,14 @@ def _find_shifted_segment(log_values: Floats) -> tuple[int, int] | None:
 
 
 def _compute_centered_rank_sums(log_values: Floats) -> Floats:
-    """Summed ranks of the values before each position, less what they would be without any order;
-    shape (jobs + 1,).
-    """
+    """Returns sums of the ranks before each position minus their expectation; shape (jobs + 1,)."""
     rank = np.empty(log_values.size)
     rank[np.argsort(log_values, kind="stable")] = np.arange(1, log_values.size + 1)
     return np.concatenate([[0.0], np.cumsum(rank - (log_values.size + 1) / 2)])
 
 
 def _select_best_split(log_values: Floats, candidates: Ints) -> int:
-    """The cut with the least sum of distances to the medians of both parts."""
+    """Returns the cut with the least sum of distances to the medians of both parts."""
     return int(
         candidates[
             np.argmin(
@@ -230,8 +220,9 @@ def _select_best_split(log_values: Floats, candidates: Ints) -> int:
 
 
 def _compute_prefix_deviations(log_values: Floats) -> Floats:
-    """Sum of the distances of the first values to their median, for each number of them; shape
-    (jobs + 1,).
+    """Returns the sum of distances of the first n values to their median, for each n.
+
+    Shape (jobs + 1,).
     """
     ordered: list[float] = []
     total = lower_half_sum = 0.0  # of all values, and of the lower half of them, rounded down
@@ -252,11 +243,11 @@ def _compute_prefix_deviations(log_values: Floats) -> Floats:
 
 
 def compute_p_value(before: Floats, after: Floats) -> float:
-    """How likely sides of one series are to differ as much as these do: Student's test of their
+    """Returns the p-value of a difference between two sides of a series: Student's t-test of
     logarithms.
 
-    The smaller one of the differences of means and of medians counts, so that one odd job is no
-    change. The tail is by Wallace's approximation (1959), good to 0.1 % where it matters.
+    The smaller one of the differences of means and of medians counts, so that a single odd job is
+    not a change. The tail uses Wallace's approximation (1959), accurate to 0.1 % where it matters.
     """
     degrees_of_freedom = before.size + after.size - 2
     residual_sum = float(
@@ -283,10 +274,10 @@ Cause = Literal["code", "host", "device", "shapes", "unknown"]
 Evidence = Literal["shown", "possible", "none"]
 
 MIX_CAUSES: tuple[Cause, ...] = ("device", "shapes")
-"""Causes where no piece of work takes longer."""
+"""Causes for which no piece of work takes longer."""
 
 MAX_LISTED_JOBS = 20
-"""Jobs that stand beside a change: those that lose most by it first."""
+"""Max jobs listed for a change, those that lose most first."""
 
 _SERIES_KEYS = ("kernel", "shapes", "device_model")
 _CHANGE_SCHEMA = pl.Schema(
@@ -341,19 +332,18 @@ class Regressions(Result):
     """Changes of the mean duration of kernels.
 
     Attributes:
-        changes: One row per change, what costs most GPU time first, changes of the mix behind all others: kernel,
-            shapes and device_model (null where they are not recorded, and where the mix over them
-            changed), cause (code, host, device, shapes, unknown), evidence (`shown`: jobs after it
-            that have the old code or hosts are as before; `possible`: it changed with the kernel,
-            and no job can tell; `none`), since_ns (the first job after it), last_before_ns (the
-            last before), before_ns and after_ns (median over jobs of the mean duration of a piece
-            of work), change (after / before - 1), low and high (its 95 % interval), extra_ns (GPU
-            time that the jobs after it spent in captures beyond what they would have before;
-            negative where they save), jobs_before, jobs_after, jobs (the 20 that lose most),
-            capture (of the job nearest to the median after) and healthy_capture (before), to be
-            compared.
-        series: Series that were looked at.
-        short: Series of fewer than ten jobs, of which nothing is said.
+        changes: One row per change, by GPU time lost, changes of the mix last: kernel, shapes and
+            device_model (null if not recorded, and where the mix over them changed), cause (code,
+            host, device, shapes, unknown), evidence (`shown`: later jobs with the old code or hosts
+            are unchanged; `possible`: it changed with the kernel, and no job can separate them;
+            `none`), since_ns (the first job after it), last_before_ns (the last one before),
+            before_ns and after_ns (median over jobs of the mean duration of a piece of work),
+            change (after / before - 1), low and high (its 95 % interval), extra_ns (GPU time that
+            the captures of later jobs lost; negative if they save), jobs_before, jobs_after, jobs
+            (the 20 that lose most), capture (of the job nearest to the median after) and
+            healthy_capture (before), for comparison.
+        series: Number of tested series.
+        short: Number of series with fewer than ten jobs, which are not tested.
     """
 
     changes: pl.DataFrame
@@ -368,7 +358,7 @@ class Regressions(Result):
 
 @dataclass(frozen=True)
 class _JobSeries:
-    """One row per job, by the time of its first capture."""
+    """A series with one element per job, by the time of its first capture."""
 
     kernel: str
     shapes: str | None
@@ -384,12 +374,13 @@ class _JobSeries:
 def find_regressions(
     kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.LazyFrame
 ) -> Regressions:
-    """Look for changes in all series.
+    """Searches all series for changes.
 
     Args:
         kernels: Rows of this table, of some days.
-        captures: The same; a capture of no job is a job of its own.
-        devices: The same.
+        captures: Rows of this table, of the same days; a capture without a job counts as a job of
+            its own.
+        devices: Rows of this table, of the same days.
     """
     capture_jobs = captures.select(
         "capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture")
@@ -410,8 +401,7 @@ def find_regressions(
     levels = compute_significance_levels(
         series.mean.size for series in (*shape_series, *kernel_series)
     )
-    # job -> what it ran: the code (version of the program and of PyTorch) and the hosts, where they
-    # are known
+    # job -> the code (version of the program and of PyTorch) and the hosts it ran on, if known
     hosts = (
         devices.select("capture", "host")
         .unique()
@@ -460,8 +450,9 @@ def find_regressions(
 
 
 def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.DataFrame:
-    """Per kernel, shapes, device_model and capture: its job and start_ns, count, total_ns. Names
-    are categories.
+    """Collects job, start_ns, count and total_ns per kernel, shapes, device_model and capture.
+
+    Names are categoricals.
 
     Args:
         kernels: Rows of this table.
@@ -473,8 +464,8 @@ def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.Data
         .sort("start_ns", "capture")
         .collect()
     )
-    # Rows are many and names few: what follows groups and compares numbers.
-    capture_enum = pl.Enum(capture_jobs["capture"])  # in the order of time
+    # Many rows, few names: integer codes make grouping and comparing fast.
+    capture_enum = pl.Enum(capture_jobs["capture"])  # in time order
     work = (
         kernels.filter(pl.col("count") > 0)
         .select(
@@ -496,12 +487,12 @@ def collect_by_capture(kernels: pl.LazyFrame, captures: pl.LazyFrame) -> pl.Data
 
 
 def collect_by_job(work: pl.DataFrame, keys: Sequence[str]) -> pl.DataFrame:
-    """Per key and job: start_ns, mean (median over captures of the mean duration), count, total,
-    capture (the first).
+    """Collects per key and job: start_ns, mean (median over captures of the mean duration), count,
+    total, capture (the first).
 
     Args:
-        work: Of `of_captures`, one row per key and capture.
-        keys: Which of its columns.
+        work: Of `collect_by_capture`, one row per key and capture.
+        keys: Columns of the key.
     """
     return (
         work.with_columns(mean=pl.col("total_ns") / pl.col("count"))
@@ -539,8 +530,8 @@ def _build_job_series(rows: pl.DataFrame, keys: Sequence[str]) -> Iterator[_JobS
 def _infer_cause(
     series: _JobSeries, change: ChangePoint, job_facts: dict[str, dict[Cause, frozenset[str]]]
 ) -> tuple[Cause, Evidence]:
-    """What changed with the kernel: the code or the hosts, if jobs that still have the old ones are
-    as before.
+    """Infers whether code or hosts caused a change: `shown` if jobs with the old ones are as
+    before.
     """
     possible: list[Cause] = []
     middle = (change.before * change.after) ** 0.5
@@ -553,7 +544,7 @@ def _infer_cause(
         if not facts_before or not all(
             job_facts[series.job[index]][cause] for index in indices_after
         ):
-            continue  # not known
+            continue  # unknown
         unchanged_means = [
             series.mean[index]
             for index in indices_after
@@ -573,11 +564,11 @@ def _infer_cause(
 def _infer_mix_cause(
     series: _JobSeries, change: ChangePoint, work_by_job: pl.DataFrame
 ) -> Cause | None:
-    """Whether a kernel as a whole changed since other shapes or devices have more of the work;
-    None: it did not.
+    """Returns the cause if a kernel changed as a whole due to its mix of shapes or devices; else
+    None.
 
-    The change of the mean duration is what the shares of the parts change it by, at the durations
-    of before (of after, for parts that were not there), and what the durations change it by.
+    The change of the mean duration has two parts: the change of shares, at the durations before (or
+    after, for new parts), and the change of durations.
     """
     sides = [
         work_by_job.filter(pl.col("job").is_in(series.job[start:end]))

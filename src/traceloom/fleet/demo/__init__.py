@@ -1,1 +1,1 @@
-"""A made fleet to look at."""
+"""A synthetic fleet for demonstrations."""

@@ -1,9 +1,8 @@
-"""Weeks of a made fleet with planted faults.
+"""Synthetic weeks of a fleet with planted faults, written to a store.
 
-Every capture has its file, so that reports and comparisons of it work. Analysing them all would
-take minutes: rows of a capture have the durations that were made, and what else there is to say of
-it (kinds, bounds, findings) is that of the first capture of its team with the same program, which
-is analysed.
+Every capture has a file, so that its report and comparisons work. Analysing all of them would take
+minutes, so rows of a capture have the generated durations, and everything else (kinds, bounds,
+findings) comes from the analysed first capture of its team with the same program.
 """
 
 from __future__ import annotations
@@ -45,11 +44,9 @@ WAIT_FRAMES: Mapping[str, str] = {
     "vision": "vision/augment.py(41): rotate_on_host",
     "speech": "speech/train.py(120): save_checkpoint",
 }
-"""Model -> what its program does at the end of a step, while the device has nothing to do."""
+"""Model -> Python frame that runs at the end of a step, while the device is idle."""
 
-_LAUNCH_US = (
-    15.0  # from one operator to the next: the host is ahead of the device nearly all the time
-)
+_LAUNCH_US = 15.0  # between operators: the host is ahead of the device nearly all the time
 
 
 class DemoRecording(NamedTuple):
@@ -77,22 +74,21 @@ def build_recording(
     process: int,
     start_ns: int,
 ) -> DemoRecording:
-    """Write down steps that run the GPU work of a capture: the pieces of a row in turn, so that all
-    steps are alike.
+    """Builds a trace of identical steps that run the GPU work of a capture, row by row in turn.
 
     Args:
         rows: Rows of `kernels` of one capture.
-        model: What the program trains, one of `WAITS`.
+        model: Model that the program trains, a key of `WAIT_FRAMES`.
         busy: Share of a step in which the device computes.
-        host: Where it ran.
-        process: Its number there.
-        start_ns: When, Unix time.
+        host: Host it ran on.
+        process: Process id.
+        start_ns: Start, Unix time.
     """
     builder = TraceBuilder(host=host, process=process, base_ns=start_ns)
     work: list[list[tuple[Mapping[str, Any], int]]] = [[] for _ in range(STEPS)]
     for index, row in enumerate(rows):
         for number in range(row["count"]):
-            # whole nanoseconds that add up: the first pieces are longer by one
+            # Rounded to whole nanoseconds with the same sum: the first pieces are longer by one.
             ns = row["total_ns"] // row["count"] + (number < row["total_ns"] % row["count"])
             work[(index + number) % STEPS].append((row, ns))
     correlation, start_us, device_us, lengths = 0, 0.0, 0.0, []
@@ -146,16 +142,15 @@ def build_recording(
 DAYS = 10
 SLOW_HOST = 2
 SILENT_HOST = "host99"
-"""A host that belongs to the fleet, and was never heard of."""
+"""A host that is enrolled, but has never sent a heartbeat."""
 
 TRACE_FILE = "rank0.json.gz"
+# Its devices are idle.
 TEAMS = (
     Team("recommender", "ads", "feed", "ana", "torch 2.9", hosts=4, kernels=10),
     Team("assistant", "ads", "chat", "bo", "torch 2.13", hosts=2, busy=0.9, kernels=10),
-    Team(
-        "vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10
-    ),  # its devices are idle
-    Team("speech", "", "", "", "torch 2.13", hosts=1, kernels=10),  # nobody says whose
+    Team("vision", "research", "", "chen", "torch 2.13", hosts=1, busy=0.05, kernels=10),
+    Team("speech", "", "", "", "torch 2.13", hosts=1, kernels=10),  # without owners
 )
 OWNERS_TOML = """\
 [[rule]]
@@ -192,12 +187,12 @@ shapes = true
 traces_per_day = 20
 """
 WEBHOOK_URL = "https://chat.example/traceloom"
-"""Nobody has this address: names below `example` lead nowhere."""
+"""A URL that nobody owns: names below `example` do not resolve."""
 
 _MINUTE_NS = 60 * 10**9
 _HOUR_NS = 60 * _MINUTE_NS
 _DAY_NS = 24 * _HOUR_NS
-_ARRIVAL_DELAY_NS = 20 * 10**9  # from the end of a capture until it has arrived
+_ARRIVAL_DELAY_NS = 20 * 10**9  # from the end of a capture to its arrival
 _LATEST_NS = _ARRIVAL_DELAY_NS + 5 * 10**9  # no window is longer than the rest
 _LEASE_OWNER = "demo"
 _TABLES = ("captures", "devices", "kernels", "findings")
@@ -208,13 +203,13 @@ _DEMO_REQUESTS: tuple[tuple[str, FleetState, str, str, str], ...] = (
     ("recommender", "cancelled", "cancelled", "it was cancelled", ""),
     ("recommender", "done", "", "", "slower"),
 )
-"""Model, state, reason, detail and the rule that asked of requests for traces that have ended, the
-newest first.
+"""Trace requests that have ended, newest first: model, state, reason, detail, and the rule that
+made it.
 """
 
 
 def build_recipe(now_ns: int, days: int = DAYS) -> WeeksRecipe:
-    """What the demo shows, where its weeks end at a Unix time."""
+    """Returns the recipe of the demo, whose weeks end at a Unix time."""
     start = datetime.fromtimestamp(now_ns / 1e9, timezone.utc).date() - timedelta(days=days - 1)
     changes = (
         KernelChange("recommender", 0, days // 2 + 1, 10.0, "code"),
@@ -236,15 +231,15 @@ def fill_demo(
     *,
     progress: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Fill an empty store.
+    """Fills an empty store.
 
     Args:
-        state: Of the store, as `objects` and `tables`.
-        objects: The same.
-        tables: The same, created.
-        weeks_recipe: What, of `recipe`.
+        state: State of the store.
+        objects: Files of the same store.
+        tables: Tables of the same store, already created.
+        weeks_recipe: Of `build_recipe`.
         now_ns: When the weeks end, Unix time.
-        progress: Called with what is done next.
+        progress: Called with a description of the next step.
     """
     progress("weeks of eight hosts are made")
     weeks = build_weeks(weeks_recipe)
@@ -267,7 +262,7 @@ def fill_demo(
         for name, frame in (*writing.tables().items(), ("jobs", jobs))
     }
     term = secrets.token_hex(8)
-    state.lead(LEADER, term, 600)  # nobody else does: the store was empty
+    state.lead(LEADER, term, 600)  # there is no other leader: the store was empty
     batch = state.open_batch(captures.height, term)
     assert batch is not None, "there are captures"
     tables.commit(f"captures {state.identity}", batch.number, capture_tables)
@@ -294,7 +289,7 @@ def fill_demo(
 
 
 def _build_requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
-    """Requests that have ended; those that gave a capture gave one of the latest of their team."""
+    """Builds ended requests; those with a capture have one of the latest of their team."""
     requests = []
     for index, (model, state, reason, text, rule) in enumerate(_DEMO_REQUESTS):
         capture = captures.filter(pl.col("job").str.starts_with(f"{model}-")).row(
@@ -337,7 +332,7 @@ def _build_requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
 def _build_rule_counts(
     requests: list[FleetRequest], captures: pl.DataFrame, now_ns: int
 ) -> dict[str, str]:
-    """Rule -> the document of what it did: one asked for traces, one was refused."""
+    """Builds the counts of rules, as documents: one rule made requests, one was refused."""
     counts: dict[str, RuleCounts] = {}
     for request in requests:
         if (cause := request.trigger) is not None:
@@ -366,7 +361,7 @@ def _build_rule_counts(
 
 
 class _CaptureWriter:
-    """Writes captures, and has their rows."""
+    """Writes captures, and collects their rows."""
 
     def __init__(
         self, state: ServiceState, objects: ObjectStore, weeks: Weeks, requests: Mapping[str, str]
@@ -385,7 +380,7 @@ class _CaptureWriter:
         self._rows: dict[str, list[dict[str, Any]]] = {name: [] for name in _TABLES}
 
     def add(self, capture: dict[str, Any]) -> None:
-        """Write the file of a capture, and work out its rows."""
+        """Writes the file of a capture, and computes its rows."""
         name, job, start_ns = capture["capture"], capture["job"], capture["start_ns"]
         model = job.partition("-")[0]
         recording = build_recording(
@@ -409,14 +404,14 @@ class _CaptureWriter:
             self._rows[table] += rows_of
 
     def tables(self) -> dict[str, pl.DataFrame]:
-        """The rows of all captures."""
+        """Returns the rows of all captures by table."""
         return {
             name: pl.DataFrame(rows_of, infer_schema_length=None)
             for name, rows_of in self._rows.items()
         }
 
     def _keep(self, name: str, job: str, received_ns: int, content: bytes) -> None:
-        """The capture arrives, and its analysis waits for its commit."""
+        """Stores an arrived capture, whose analysis waits for its commit."""
         day = datetime.fromtimestamp(received_ns / 1e9, timezone.utc).date().isoformat()
         record = CaptureRecord(
             id=name,
@@ -438,8 +433,8 @@ class _CaptureWriter:
     def _as_made(
         self, capture: dict[str, Any], recording: DemoRecording, analysed: dict[str, pl.DataFrame]
     ) -> dict[str, list[dict[str, Any]]]:
-        """The rows of a capture: durations as they were made, the rest as of the one that was
-        analysed.
+        """Builds the rows of a capture: generated durations, everything else from the analysed
+        capture.
         """
         capture_key = {"day": capture["day"], "capture": capture["capture"]}
         work = self._work[capture["capture"]]
@@ -480,7 +475,7 @@ class _CaptureWriter:
                     else roofline_ns * row["count"] // kind["count"],
                 }
             )
-        # what has no model counts as if it were at the peaks
+        # work without a cost model counts as if it ran at the peaks
         at_the_peaks = sum(
             row["total_ns"] if row["roofline_ns"] is None else row["roofline_ns"] for row in kernels
         )
@@ -510,7 +505,7 @@ class _CaptureWriter:
 
 
 def _analyse_file(content: bytes, start_ns: int) -> dict[str, pl.DataFrame]:
-    """What the service's analysis says of a file."""
+    """Returns the rows of a file by the service's analysis."""
     with tempfile.TemporaryDirectory(prefix="traceloom-") as directory:
         (Path(directory) / TRACE_FILE).write_bytes(content)
         return build_capture_rows(load(directory, cache=False), CaptureOrigin("analysed", start_ns))

@@ -1,4 +1,4 @@
-"""The demo as a running service with talking hosts."""
+"""Serves the demo: a running service whose synthetic hosts send heartbeats."""
 
 from __future__ import annotations
 
@@ -26,32 +26,34 @@ from traceloom.system import process
 from traceloom.system.files import is_address
 
 MARKER_FILE = "traceloom-demo"
-"""The file that says that a store is a demo's, and whether it was filled to the end."""
+"""Marker file of a demo's store; its content states whether it was filled completely."""
 
 _COMPLETE_MARKER = "full\n"
 
 
 class DemoDirectory(NamedTuple):
-    """The directory of a demo's store. `full`: it was filled before."""
+    """The directory of a demo's store. `full`: it had been filled before."""
 
     path: Path
     full: bool
 
     def filled(self) -> None:
-        """It was filled to the end."""
+        """Marks the store as completely filled."""
         (self.path / MARKER_FILE).write_text(_COMPLETE_MARKER, encoding="ascii")
 
 
 @contextmanager
 def open_demo_directory(store: str) -> Iterator[DemoDirectory]:
-    """Where the demo keeps its store; a temporary directory is removed at the end.
+    """Yields the directory of the demo's store; a temporary one is removed at the end.
 
     Args:
-        store: A directory that is empty, not there yet, or a demo's own; "" for a temporary one.
+        store: A directory that is empty, does not exist yet, or is a demo's own; "" for a temporary
+            one.
 
     Raises:
-        UsageError: `wrong-usage`: it is an address.
-        OutputError: `cannot-write`: it cannot be made, holds something else, or a demo that was not filled to the end.
+        UsageError: `wrong-usage`: it is a URL.
+        OutputError: `cannot-write`: it cannot be created, holds something else, or an incomplete
+            demo.
     """
     if not store:
         with (
@@ -100,18 +102,16 @@ _DEVICE_MEMORY_BYTES = 80e9
 _COLLECTOR_ERRORS: Mapping[str, dict[str, str]] = {
     "host04": {"dcgm": "there is no libdcgm.so.4 on this host"}
 }
-"""Host -> what its agent cannot do."""
+"""Host -> errors of its agent's collectors."""
 
 
 def build_last_heartbeats(tables: Tables) -> dict[str, Heartbeat]:
-    """Host -> what it says: its devices as they were in the last minute that the tables have, and
-    who used them.
-    """
+    """Builds a heartbeat per host: its devices and their users in the last minute of the tables."""
     usage = tables.scan("usage_minute")
     last = usage.filter(
         pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable"
     )
-    # what a job was last: a demo that was served before has its hosts' statements beside its own
+    # The latest row per job: a demo served before also has rows from heartbeats.
     last_jobs = (
         tables.scan("jobs")
         .sort("valid_from_ns")
@@ -185,9 +185,7 @@ def _build_heartbeat(host: str, host_index: int, rows: pl.DataFrame) -> Heartbea
 
 
 async def send_heartbeats(service: FleetService, hosts: Mapping[str, Heartbeat]) -> None:
-    """Have hosts say how they are, over and over, while the service talks to hosts; until it is
-    cancelled.
-    """
+    """Sends heartbeats of hosts repeatedly while the service talks to hosts, until cancelled."""
     from msgspec.structs import replace
 
     while True:
@@ -202,11 +200,11 @@ DEMO_TOKEN_NAME = "demo"  # noqa: S105  (its name)
 
 
 class DemoFleet:
-    """A made fleet that is served.
+    """A synthetic fleet that is served.
 
     Attributes:
-        directory: Where its store is.
-        token: What opens all of it; "" before it is filled.
+        directory: Directory of its store.
+        token: Admin token; "" before the store is filled.
     """
 
     def __init__(self, directory: DemoDirectory) -> None:
@@ -216,10 +214,10 @@ class DemoFleet:
     @classmethod
     @contextmanager
     def open_store(cls, store: str, state: str) -> Iterator[DemoFleet]:
-        """Have a directory for it, as `demo_directory`.
+        """Yields a demo in a directory of `open_demo_directory`.
 
         Raises:
-            UsageError: `wrong-usage`: a state of its own is asked for, too.
+            UsageError: `wrong-usage`: a separate state was given.
         """
         if state:
             raise UsageError(
@@ -235,10 +233,10 @@ class DemoFleet:
         tables: Tables,
         progress: Callable[[str], object],
     ) -> None:
-        """Fill its store, unless it is full, and make a token; progress is called with what is done
-        next.
+        """Fills the store unless it is full, and creates a token.
 
-        The token of this user's own service is left alone.
+        `progress` is called with a description of the next step. The token of this user's own
+        service is left alone.
         """
         if not self.directory.full:
             now_ns = time.time_ns()
@@ -249,7 +247,7 @@ class DemoFleet:
 
     @asynccontextmanager
     async def hosts(self, service: FleetService) -> AsyncIterator[None]:
-        """Let its hosts say how they are, while the service runs."""
+        """Runs the heartbeats of its hosts while the service runs."""
         heartbeat_task = asyncio.create_task(
             send_heartbeats(
                 service, await asyncio.to_thread(build_last_heartbeats, service.tables)

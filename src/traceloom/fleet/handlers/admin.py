@@ -1,4 +1,4 @@
-"""HTTP: tokens, audit, owners, prices, triggers, webhooks."""
+"""HTTP handlers for owner rules, prices, triggers and webhooks."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _build_triggers_answer(
     rules: Iterable[AnyFleetRule] | None = None,
     text: str | None = None,
 ) -> FleetTriggersAnswer:
-    """The answer about these rules; None: about those that are at work."""
+    """Builds the answer about these rules; None: about the active ones."""
     now_ns, ledger, answers = triggers.desk.clock(), triggers.ledger, []
     for rule in triggers.rules.values() if rules is None else rules:
         counts = triggers.counts.get(rule.name) or RuleCounts()

@@ -1,7 +1,7 @@
-"""HTTP: announce, upload (streamed, hash checked), complete, list, report, timeline, compare,
-backfill, compact.
+"""HTTP handlers for captures (announce, upload, complete, list, report, timeline, comparison),
+backfill, compaction, tokens and the audit log.
 
-The loop never waits for a database or a store: whatever asks them runs in a thread.
+The event loop never waits for a database or a store: calls to them run in threads.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 Form = TypeVar("Form", bound=msgspec.Struct)
 T = TypeVar("T")
 
-BODY_BYTES = 32 << 20  # an announcement of the most files that a capture may have
-_UPLOAD_TIMEOUT_S = 3600  # how long a signed address works
+BODY_BYTES = 32 << 20  # an announcement with the max number of files
+_UPLOAD_TIMEOUT_S = 3600  # validity of a signed URL
 _WRITE_BYTES = 1 << 20
 _METRICS_MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PAGE_HEADERS = {
-    # The page is made of a stranger's trace: it may run its own scripts, and reach nothing of this
+    # Pages come from untrusted traces: they may run their own scripts, but access nothing of this
     # service.
     "Content-Security-Policy": "sandbox allow-scripts allow-downloads",
     "X-Content-Type-Options": "nosniff",
@@ -61,14 +61,14 @@ PAGE_HEADERS = {
 
 
 class FleetRequestContext:
-    """A request: who asks, and the service that knows."""
+    """A request, its token, and the service that handles it."""
 
     def __init__(self, service: FleetService, request: Request) -> None:
         self.service, self.request = service, request
         self.token: TokenRecord = request.state.token
 
     async def body(self, kind: type[Form]) -> Form:
-        """The body of the request.
+        """Decodes the body of the request.
 
         Raises:
             RequestError: `too-large`, `wrong-request`, `too-slow`.
@@ -76,7 +76,7 @@ class FleetRequestContext:
         return await decode_body(self.request, kind, BODY_BYTES, "send less at once")
 
     def parameters(self, kind: type[Form]) -> Form:
-        """What stands behind the question mark.
+        """Decodes the query string.
 
         Raises:
             RequestError: `wrong-request`.
@@ -84,7 +84,7 @@ class FleetRequestContext:
         return decode_query(self.request, kind)
 
     async def capture(self) -> CaptureRecord:
-        """The capture that the path names.
+        """Returns the capture named in the path.
 
         Raises:
             RequestError: `no-such-capture`.
@@ -97,7 +97,7 @@ class FleetRequestContext:
         return capture
 
     async def own_capture(self) -> CaptureRecord:
-        """The same, for who announced it, or may do so for others.
+        """Returns the capture named in the path, if the client is its uploader or an operator.
 
         Raises:
             RequestError: `no-such-capture`, `not-allowed`.
@@ -108,7 +108,7 @@ class FleetRequestContext:
         return capture
 
     def file_of(self, capture: CaptureRecord) -> CaptureFile:
-        """The file of a capture that the path names.
+        """Returns the file of a capture named in the path.
 
         Raises:
             RequestError: `no-such-file`.
@@ -120,10 +120,10 @@ class FleetRequestContext:
         raise HttpError(404, "the capture has no such file", slug="no-such-file")
 
     def hosts(self) -> HostRegistry:
-        """What talks to hosts.
+        """Returns the registry of hosts.
 
         Raises:
-            RequestError: `not-leading`: another service of this state does; come again.
+            RequestError: `not-leading`: another service of this state leads; retry later.
         """
         if self.service.hosts is None:
             raise HttpError(
@@ -132,7 +132,7 @@ class FleetRequestContext:
         return self.service.hosts
 
     def triggers(self) -> FleetTriggerEngine:
-        """The rules of the fleet.
+        """Returns the trigger engine.
 
         Raises:
             RequestError: `not-leading`, as of `hosts`.
@@ -142,7 +142,7 @@ class FleetRequestContext:
         return self.service.triggers
 
     def fleet_request(self) -> FleetRequest:
-        """The request for a trace that the path names.
+        """Returns the trace request named in the path.
 
         Raises:
             RequestError: `no-such-request`; `not-leading`, as of `hosts`.
@@ -154,16 +154,14 @@ class FleetRequestContext:
         return request
 
     async def note(self, **details: str) -> None:
-        """Add to the audit that it was done."""
+        """Records the successful action in the audit log."""
         await asyncio.to_thread(
             self.service.state.note, self.token.name, self.request.state.what, "done", details
         )
 
 
 class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: what it is for, what it takes, what it gives, and which role it needs; None: it is
-    for everybody.
-    """
+    """A route: its summary, input, output, and required role (None: public)."""
 
     path: str
     summary: str
@@ -172,7 +170,7 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
     ]
     role: Role | None = "viewer"
     answer: type[msgspec.Struct] | None = None
-    content: str = "application/json"  # of an answer that is no structure
+    content: str = "application/json"  # of a response without `answer`
     method: str = "GET"
     body: type[msgspec.Struct] | None = None
     parameters: type[msgspec.Struct] | None = None
@@ -180,13 +178,13 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def has_role(token: TokenRecord, role: Role) -> bool:
-    """Whether a token may do what needs a role: each role may do what those before it may."""
+    """Returns whether a token has at least a role: each role includes those before it."""
     return ROLES.index(token.role) >= ROLES.index(role)
 
 
 @asynccontextmanager
 async def _enter_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Enter and leave what blocks."""
+    """Enters and leaves a blocking context manager in a thread."""
     value = await asyncio.to_thread(manager.__enter__)
     try:
         yield value
@@ -215,7 +213,7 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
             check_object_name(name)
     except UsageError as error:
         raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
-    # Where upper and lower case are the same, two files would be one.
+    # On a case-insensitive file system two such files would be the same.
     folded = {name.casefold() for name in names}
     folders = {name.rpartition("/")[0] for name in folded}
     if len(folded) < len(names) or folders & folded or any(name.count("/") > 1 for name in names):
@@ -238,8 +236,7 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
         CaptureFile(file.name, file.size, file.sha256)
         for file in sorted(body.files, key=lambda f: f.name)
     )
-    # The same files of the same job by the same uploader are the same capture, so an upload can be
-    # tried again.
+    # The id is a hash of files, job and uploader, so that an upload can be retried.
     identity = msgspec.json.encode((context.token.name, body.job, files))
     capture = await asyncio.to_thread(
         context.service.state.add_capture,
@@ -332,7 +329,7 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
             size = service.objects.size(name)
             if size != file.size:
                 wrong.append(file.name)
-                if size is not None:  # a signed address takes what comes
+                if size is not None:  # a signed URL accepts anything
                     service.objects.delete(name)
         if not wrong:
             service.state.complete_capture(capture.id, __version__)
@@ -411,9 +408,7 @@ async def _send_rendered(
     ending: str,
     context: FleetRequestContext,
 ) -> Response:
-    """What is made of a capture when it is first asked for; with an `ending` browsers keep it as a
-    file.
-    """
+    """Sends a page of a capture, rendered on first access; with an `ending`, as a download."""
     capture = await context.capture()
     service = context.service
     tasks = await asyncio.to_thread(service.state.tasks, capture.id)

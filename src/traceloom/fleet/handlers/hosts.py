@@ -1,4 +1,6 @@
-"""HTTP: enrol, heartbeat, work, report, files; requests of users; job statements."""
+"""HTTP handlers for agents (enrolment, heartbeats, work, reports, files), trace requests, and job
+statements.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,7 @@ class RequestsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=Tr
 
 
 def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
-    """What is told of a request."""
+    """Builds the answer about a request."""
     hosts = []
     for host, progress in request.hosts.items():
         armed = {process.rank for process in progress.processes if process.rank is not None}
@@ -194,7 +196,7 @@ def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
 
 
 def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
-    """What is told of a host."""
+    """Builds the answer about a host."""
     now = desk.now.get(name)
     if now is None:
         return HostAnswer(host=name)
@@ -237,7 +239,7 @@ def _list_jobs(context: FleetRequestContext) -> FleetJobsAnswer:
 
 
 def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
-    """What is told of a job, by its processes and their hosts."""
+    """Builds the answer about a job from its processes and their hosts."""
     processes = [process for _, process in members]
     rates = [
         process.steps_per_second for process in processes if process.steps_per_second is not None
@@ -265,7 +267,7 @@ def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> Fl
 
 
 def check_own_job(context: FleetRequestContext, job: str) -> None:
-    """Check that the one who asks may have a job traced, and speak of it.
+    """Checks that the client may trace a job and make statements about it.
 
     Raises:
         RequestError: `not-allowed`.
@@ -423,7 +425,7 @@ def _require_own_host(
         [FleetRequestContext, HostRegistry, str], Awaitable[msgspec.Struct | Response]
     ],
 ) -> Callable[[FleetRequestContext], Awaitable[msgspec.Struct | Response]]:
-    """Answer only the host that the path names."""
+    """Wraps a handler so that only the host named in the path may call it."""
 
     async def respond(context: FleetRequestContext) -> msgspec.Struct | Response:
         desk, host = context.hosts(), context.request.path_params["host"]
@@ -446,9 +448,8 @@ async def _receive_heartbeat(
     context: FleetRequestContext, desk: HostRegistry, host: str
 ) -> HeartbeatAnswer:
     heartbeat = await context.body(Heartbeat)
-    _check_host(
-        context, desk, host
-    )  # again: it may have been removed while its body was on its way
+    # Checked again: it may have been removed during the upload of its body.
+    _check_host(context, desk, host)
     return await desk.heartbeat(host, heartbeat)
 
 

@@ -1,4 +1,6 @@
-"""HTTP: fleet, host, job, findings, device time at this moment; live query."""
+"""HTTP handlers for the current state of fleet, hosts and jobs, recent findings and usage, and live
+queries.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,12 @@ from traceloom.fleet.store.tables import Tables
 from traceloom.server.problem import HttpError, HttpResponseBody
 
 DeviceState = Literal["busy", "idle-allocated", "unallocated", "unreachable"]
-"""As in the tables of usage, but of this moment."""
+"""As in the tables of usage, but current."""
 
-_TOPLINE_CACHE_S = 60.0  # that it is kept: it is of a whole day
+_TOPLINE_CACHE_S = 60.0  # it covers a whole day
 _SLOWER_DAYS = 30
-_USAGE_CACHE_S = 15.0  # the same of device time, which comes by minutes
-_MAX_CACHED = 256  # answers of a sort
+_USAGE_CACHE_S = 15.0  # usage is measured by the minute
+_MAX_CACHED = 256  # entries of each cache
 _MINUTE_NS, _HOUR_NS = 60 * 10**9, 3600 * 10**9
 _MAX_ROWS = 10_000
 BUSY_METRIC = "gpu_busy_ratio"
@@ -140,7 +142,7 @@ class DailyTopline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveQueries:
-    """Asks the tables what pages show; its methods block.
+    """Queries the tables for pages, with caches. Its methods block.
 
     Args:
         tables: Of the fleet.
@@ -154,11 +156,11 @@ class LiveQueries:
         self._findings = AnswerCache[list[FleetFinding]](_MAX_CACHED)
 
     def topline(self) -> DailyTopline:
-        """The topline of the last 24 hours, at most a minute old."""
+        """Returns the topline of the last 24 hours, at most a minute old."""
         return self._toplines.get("", self._topline, seconds=_TOPLINE_CACHE_S)
 
     def findings(self, captures: Sequence[str]) -> list[FleetFinding]:
-        """Findings of captures, by name; what saves most first."""
+        """Returns findings of captures (by name), largest saving first."""
         rows = (
             self.tables.scan("findings")
             .filter(pl.col("capture").is_in(captures))
@@ -170,14 +172,14 @@ class LiveQueries:
         return msgspec.convert(ranked.to_dicts(), list[FleetFinding])
 
     def facts(self, capture: str) -> CaptureFacts | None:
-        """A capture as it was analysed last; None where it is not in the tables."""
+        """Returns the latest analysis of a capture; None if it is not in the tables."""
         rows = (
             self.tables.scan("captures").filter(pl.col("capture") == capture).collect().to_dicts()
         )
         return msgspec.convert(rows[-1], CaptureFacts) if rows else None
 
     def beside(self, job: str, start_ns: int, end_ns: int) -> list[HostTelemetryInCapture]:
-        """What agents measured of a job in the minutes from `start_ns` to `end_ns`, by host."""
+        """Returns what agents measured of a job from `start_ns` to `end_ns`, by host."""
         rows = self.tables.scan("usage_minute", get_utc_day(start_ns), get_utc_day(end_ns)).filter(
             pl.col("job") == job,
             pl.col("time_ns") > start_ns - _MINUTE_NS,
@@ -199,8 +201,9 @@ class LiveQueries:
         )
 
     def usage(self, *, host: str = "", job: str = "", hours: float) -> list[UsagePeriod]:
-        """Device time of a host or job, by minutes up to six hours, else by hours; 15 s old at
-        most, the last first.
+        """Returns device time of a host or job, latest first, at most 15 s old.
+
+        By minutes up to six hours, else by hours.
         """
         return self._usage.get(
             (host, job, hours), lambda: self._used(host, job, hours), seconds=_USAGE_CACHE_S
@@ -209,7 +212,7 @@ class LiveQueries:
     def findings_of_job(
         self, job: str, captures: Callable[[], Sequence[str]]
     ) -> list[FleetFinding]:
-        """Findings of the captures of a job, at most 15 s old."""
+        """Returns findings of the captures of a job, at most 15 s old."""
         return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_CACHE_S)
 
     def _used(self, host: str, job: str, hours: float) -> list[UsagePeriod]:
@@ -249,8 +252,9 @@ class LiveQueries:
 
 
 def find_slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
-    """Kernels that became slower in the last 30 days, as of `Regressions`; where a mix changed,
-    nothing did.
+    """Returns kernels that became slower in the last 30 days, as rows of `Regressions.changes`.
+
+    Changes of the mix are excluded.
     """
     first = get_utc_day(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
     changes = find_regressions(
@@ -262,7 +266,7 @@ def find_slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
 def list_devices(
     now: Mapping[str, LastHeartbeat], fresh: Mapping[str, LastHeartbeat]
 ) -> list[DeviceStatus]:
-    """All devices, by host; those of hosts that are silent are unreachable."""
+    """Returns all devices by host; those of silent hosts are unreachable."""
     devices = []
     for host in sorted(now):
         jobs: dict[str, set[str]] = defaultdict(set)
@@ -295,12 +299,12 @@ def list_devices(
 
 
 def count_states(devices: list[DeviceStatus]) -> dict[DeviceState, int]:
-    """State -> how many are in it."""
+    """Counts devices by state."""
     return dict(Counter(device.state for device in devices))
 
 
 def list_job_processes(now: Mapping[str, LastHeartbeat], job: str) -> list[tuple[str, HostProcess]]:
-    """Host and process of all that belong to a job, by rank."""
+    """Returns host and process of all processes of a job, by rank."""
     members = [
         (host, process)
         for host, last_heartbeat in now.items()
@@ -318,8 +322,9 @@ def _add_up_known(name: str) -> pl.Expr:
 
 
 _MAX_CAPTURES = 200  # of a job whose findings are shown
-_SLOWER_S, _MOST_SLOWER = 300.0, 100  # how old they may be, as they take most work; how many
-_MAX_WINDOW_NS = 3600 * 10**9  # of a capture, of which usage is looked up
+# Max age, as they are the most expensive to compute; max number.
+_SLOWER_S, _MOST_SLOWER = 300.0, 100
+_MAX_WINDOW_NS = 3600 * 10**9  # of a capture, for which usage is looked up
 
 
 class FleetStatusAnswer(HttpResponseBody, frozen=True):
@@ -628,7 +633,7 @@ class LiveAnswer(HttpResponseBody, frozen=True):
 
 
 class _LiveGroup:
-    """The devices and processes that count for a row."""
+    """Devices and processes of a row."""
 
     def __init__(self) -> None:
         self.devices: dict[tuple[str, str], HostDevice] = {}
@@ -648,7 +653,7 @@ class _LiveGroup:
             self.rates.append(process.steps_per_second)
 
     def values(self, metric: str) -> list[float]:
-        """Of the devices that measure it now."""
+        """Returns the values of the devices that measure it now."""
         return [
             d.values[metric] for d in self.devices.values() if metric in d.values and not d.stale
         ]
@@ -661,11 +666,11 @@ class _LiveGroup:
 def build_live_answer(
     hosts: Mapping[str, LastHeartbeat], parameters: LiveParameters, now_ns: int
 ) -> LiveAnswer:
-    """What is measured now.
+    """Builds the answer to a live query.
 
     Args:
-        hosts: Host -> what it said last.
-        parameters: What a row is of, and which.
+        hosts: Host -> its last heartbeat.
+        parameters: Grouping and filters.
         now_ns: Now, Unix time.
     """
     groups: dict[tuple[str, str, str], _LiveGroup] = defaultdict(_LiveGroup)

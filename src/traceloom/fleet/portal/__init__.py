@@ -1,1 +1,1 @@
-"""Pages of the fleet."""
+"""The web portal of the fleet."""

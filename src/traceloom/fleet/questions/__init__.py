@@ -1,1 +1,1 @@
-"""Questions to the fleet."""
+"""Questions about the fleet, answered from its tables."""

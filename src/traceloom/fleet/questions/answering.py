@@ -1,4 +1,4 @@
-"""Frames of the asked rows, a bounded pool, cache of recent answers."""
+"""Answers questions in a bounded thread pool, with a cache of recent answers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from traceloom.server.problem import HttpError
 T = TypeVar("T")
 
 MAX_CONCURRENT = 2
-"""Answers of a sort that are worked out at the same time; those of the store keep all cores busy.
-"""
+"""Max answers of a cache that are computed at once; those from the tables use all cores."""
 
 
 @dataclass(slots=True)
 class _CachedAnswer(Generic[T]):
-    """An answer that is worked out or was; `basis`: what it was made of, None: unknown; `at`: when,
-    in seconds.
+    """An answer, computed or in progress.
+
+    `basis`: versions of its inputs, None: unknown; `at`: when it was computed, in seconds.
     """
 
     basis: Hashable
@@ -39,20 +39,19 @@ class _CachedAnswer(Generic[T]):
 
 
 class AnswerCache(Generic[T]):
-    """Keeps the last answers. Different questions do not wait for each other, as long as few are
-    asked at once.
+    """A cache of the last answers; different questions are computed in parallel up to
+    `MAX_CONCURRENT`.
 
     Args:
-        most: Answers that are kept.
+        max_entries: Max cached answers.
         clock: Seconds.
     """
 
     def __init__(self, max_entries: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.most, self.clock = max_entries, clock
         self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MAX_CONCURRENT)
-        self._kept: dict[
-            Hashable, _CachedAnswer[T]
-        ] = {}  # the one that was not asked for longest is first
+        # Least recently used first.
+        self._kept: dict[Hashable, _CachedAnswer[T]] = {}
 
     def get(
         self,
@@ -62,13 +61,13 @@ class AnswerCache(Generic[T]):
         basis: Hashable = None,
         seconds: float = 0.0,
     ) -> T:
-        """The answer to a question; it blocks while it is worked out.
+        """Returns the answer to a question; blocks while it is computed.
 
         Args:
-            question: The question.
-            work_out: Answers it; what it raises is raised to all who wait, and is not kept.
-            basis: What it is to be made of, as versions of tables; None: unknown.
-            seconds: An answer of another basis does too while it is not older.
+            question: Key of the question.
+            work_out: Computes the answer; its exceptions are raised to all waiters, and not cached.
+            basis: Versions of its inputs, such as those of tables; None: unknown.
+            seconds: Max age of a cached answer with another basis.
         """
         with self._lock:
             cached = self._kept.pop(question, None)
@@ -78,7 +77,7 @@ class AnswerCache(Generic[T]):
                 is_new = False
             elif cached.answer.done():
                 is_new = self.clock() - cached.at >= seconds
-            else:  # whoever takes an older answer takes one that is only being made
+            else:  # a caller that accepts an older answer also accepts one that is being computed
                 is_new = seconds <= 0
             if cached is None or is_new:
                 cached = _CachedAnswer(basis, Future())
@@ -103,17 +102,15 @@ class AnswerCache(Generic[T]):
 MAX_WAITING = 32
 MAX_SECONDS = 60.0
 LATE_S = 60.0
-"""How long an answer that somebody would not wait for is kept for them, though tables change
-meanwhile.
-"""
-_MAX_CACHED = 128  # answers, of the last tables
+"""How long a late answer is kept for the client that did not wait for it, even if tables change."""
+_MAX_CACHED = 128  # answers of the latest tables
 
 
 class AnswerPendingError(Exception):
-    """An answer is not there yet; it is worked out all the same.
+    """An answer is not ready yet; its computation continues.
 
     Args:
-        seconds: For how long it has been.
+        seconds: How long it has been computed.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -122,13 +119,13 @@ class AnswerPendingError(Exception):
 
 
 class QueryService:
-    """Answers questions to tables.
+    """Answers questions from the tables.
 
     Args:
         tables: The tables.
-        state: Where rules and prices are.
+        state: Holds owner rules and prices.
         clock: Now, in ns since the epoch.
-        seconds: How long whoever asks waits.
+        seconds: Max wait of a client.
     """
 
     def __init__(
@@ -147,28 +144,27 @@ class QueryService:
     async def ask(
         self, question: Question, query: TimeQuery, *, seconds: float = 0.0
     ) -> msgspec.Struct:
-        """The answer; one that was given before is given again until its tables change; errors as
-        of `work`.
+        """Returns an answer, from the cache unless its tables have changed; errors as of `work`.
 
         Args:
             question: The question.
-            query: What of it.
-            seconds: So old an answer may be, though its tables changed since.
+            query: Its parameters.
+            seconds: Max age of an answer although its tables have changed.
         """
         return await self.work(lambda: self._answer(question, query, seconds))
 
     async def ask_again(
         self, question: Question, query: TimeQuery, patience_s: float
     ) -> msgspec.Struct:
-        """The same for who asks again and again until the answer is there; errors as of `work`.
+        """Returns an answer to a client that polls until it is ready; errors as of `work`.
 
         Args:
             question: The question.
-            query: What of it.
-            patience_s: So long this time.
+            query: Its parameters.
+            patience_s: Max wait of this call.
 
         Raises:
-            StillWorkingError: It takes longer.
+            AnswerPendingError: It takes longer.
         """
         key, loop = (question.name, query), asyncio.get_running_loop()
         begun_s, working = self._late.get(key) or (
@@ -184,16 +180,16 @@ class QueryService:
         raise AnswerPendingError(loop.time() - begun_s)
 
     async def work(self, compute: Callable[[], T]) -> T:
-        """Have something computed in a thread.
+        """Runs a computation in a thread.
 
         Raises:
-            RequestError: `wrong-request`, and the slugs of `UsageError` of what is computed; `busy`: too much is asked
-                at once; `slow-question`: it takes too long.
+            RequestError: `wrong-request`, and the slugs of any `UsageError` of the computation;
+                `busy`: too many questions at once; `slow-question`: it takes too long.
         """
         return await self._answer_of(self._begin(compute))
 
     def frames(self, query: TimeQuery) -> QuestionFrames:
-        """The rows that are asked for, by the rules and prices of now. It blocks.
+        """Returns the rows that a query selects, by the current rules and prices. Blocks.
 
         Raises:
             RequestError: `wrong-request`.
@@ -204,7 +200,7 @@ class QueryService:
         )
 
     def close(self) -> None:
-        """Take no more questions."""
+        """Stops accepting questions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, compute: Callable[[], T]) -> asyncio.Future[T]:
@@ -232,7 +228,7 @@ class QueryService:
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._waiting -= 1
         if not working.cancelled():
-            working.exception()  # whoever asked may be gone
+            working.exception()  # the client may be gone
 
     def _frames(
         self,

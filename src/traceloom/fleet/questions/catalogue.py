@@ -1,4 +1,4 @@
-"""All questions, with their view (columns, headline, key numbers, next step)."""
+"""The catalogue of all questions: parameters, answer tables and how each is computed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from traceloom.fleet.questions.declaration import AnswerTable, Question
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.trace.frames import Column
 
-_CAPTURE_TABLES = ("captures", "devices", "jobs", "owners")  # what filters may ask, too
+_CAPTURE_TABLES = ("captures", "devices", "jobs", "owners")  # tables that any filter may read
 _OF_KERNELS, _OF_USAGE = SCHEMAS["kernels"].columns, SCHEMAS["usage_hour"].columns
 _DEVICE_TIME_PREFIX = "device time, milliseconds: "
 _UNKNOWN_AMOUNT = "it is known of no device time"
@@ -462,15 +462,13 @@ QUESTIONS = (
         ),
     ),
 )
-"""In the order of the documentation."""
+"""All questions, in the order of the documentation."""
 
 QUESTION: Mapping[str, Question] = {question.name: question for question in QUESTIONS}
-"""By their names."""
+"""Questions by name."""
 
 ALL_CHANGES_QUERY = declaration.KernelFilterQuery(top=1000)
-"""What the pages ask about regressions unless their reader asks another way: its answer is worked
-out once for all.
-"""
+"""Default query of pages about regressions: its answer is computed once for all readers."""
 
 QUESTION_ROUTES = tuple(
     FleetRoute(

@@ -1,4 +1,4 @@
-"""What a question takes, gives, reads, and how it is shown."""
+"""Declares questions: their parameters, the rows they read, and the tables they return."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TimeQuery(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
 
     @property
     def of_jobs(self) -> dict[str, str]:
-        """Dimension of jobs, or `job`, -> pattern."""
+        """Returns the filters on jobs: dimension, or `job`, -> pattern."""
         return {name: pattern for name in ("job", *DIMENSIONS) if (pattern := getattr(self, name))}
 
 
@@ -163,7 +163,7 @@ class RuleQuery(PagedQuery, frozen=True):
 
 
 class Period(NamedTuple):
-    """A range of time, half-open, ns since the epoch; `open`: it goes on to now."""
+    """A half-open time range, ns since the epoch; `open`: it extends to now."""
 
     since_ns: int
     until_ns: int
@@ -171,10 +171,10 @@ class Period(NamedTuple):
 
     @classmethod
     def of(cls, query: TimeQuery, now_ns: int) -> Period:
-        """The range that is asked about.
+        """Returns the time range of a query.
 
         Raises:
-            RequestError: `wrong-request`: no times, or the end is before the beginning.
+            RequestError: `wrong-request`: an invalid time, or the end is before the beginning.
         """
         since_ns = parse_time(query.since, now_ns)
         until_ns = parse_time(query.until, now_ns) if query.until else now_ns
@@ -185,7 +185,7 @@ class Period(NamedTuple):
 
 
 def describe_parameters(parameters: type[msgspec.Struct]) -> dict[str, dict[str, object]]:
-    """Parameter -> its JSON schema, with its description and, where it has one, its default."""
+    """Returns the JSON schema of each parameter, with its description and, if any, its default."""
     return {
         field.name: msgspec.json.schema(field.type)
         | ({} if field.required else {"default": field.default})
@@ -194,14 +194,14 @@ def describe_parameters(parameters: type[msgspec.Struct]) -> dict[str, dict[str,
 
 
 class QuestionFrames:
-    """Frames of the tables' rows.
+    """Rows of the tables that a query selects.
 
     Args:
         tables: The tables.
-        asked: Which rows.
-        period: Of which time.
-        rules: Whose jobs are.
-        prices: What time costs.
+        query: Selects rows.
+        period: Time range.
+        rules: Owner rules.
+        prices: Prices of time and energy.
     """
 
     def __init__(
@@ -224,18 +224,20 @@ class QuestionFrames:
 
     @cached_property
     def owned(self) -> pl.DataFrame:
-        """Whose each job is, of `owners.periods`: of jobs that began before the range too."""
+        """Owners of jobs, as of `compute_ownership_periods`, including jobs that began before the
+        range.
+        """
         return self.owned_by(self.rules)
 
     def owned_by(self, rules: Sequence[OwnerRule]) -> pl.DataFrame:
-        """The same by other rules."""
+        """Returns owners of jobs by other rules."""
         return compute_ownership_periods(
             self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules
         )
 
     @cached_property
     def captures(self) -> pl.LazyFrame:
-        """Captures that began in the range, of the jobs, devices and hosts that are asked for."""
+        """Captures that began in the range, filtered by job, device and host."""
         captures = self._within(self.tables.scan("captures", self._first, self._last), "start_ns")
         captures = self._of_jobs(captures, "start_ns")
         if self.asked.host or self.asked.device_model:
@@ -244,12 +246,12 @@ class QuestionFrames:
 
     @property
     def devices(self) -> pl.LazyFrame:
-        """Devices of these captures."""
+        """Devices of these captures, filtered by device model and host."""
         return self._of_captures(self._devices)
 
     @property
     def kernels(self) -> pl.LazyFrame:
-        """Kernels in these captures, on the hosts and devices that are asked for."""
+        """Kernels of these captures, filtered by host and device."""
         kernels = self.tables.scan("kernels", self._first, self._last)
         if kernel := getattr(self.asked, "kernel", ""):
             kernels = kernels.filter(match_pattern(pl.col("kernel"), kernel))
@@ -268,7 +270,7 @@ class QuestionFrames:
 
     @property
     def usage(self) -> pl.LazyFrame:
-        """Hours of devices, of the jobs, devices and hosts that are asked for; all without filters."""
+        """Hours of devices, filtered by job, device and host; without filters, all."""
         rows = self._of_places(
             self._within(self.tables.scan("usage_hour", self._first, self._last), "time_ns")
         )
@@ -287,7 +289,7 @@ class QuestionFrames:
         return rows
 
     def _within(self, rows: pl.LazyFrame, time: str) -> pl.LazyFrame:
-        """Days are read as a whole; of those at the ends a part may be asked for."""
+        """Filters by time: whole days are read, but the range may begin or end within a day."""
         if self.period.since_ns % DAY_NS:
             rows = rows.filter(pl.col(time) >= self.period.since_ns)
         if not self.period.open and self.period.until_ns % DAY_NS:
@@ -305,7 +307,7 @@ class QuestionFrames:
         return rows.join(self.captures.select("capture"), on="capture", how="semi")
 
     def _of_jobs(self, rows: pl.LazyFrame, time: str) -> pl.LazyFrame:
-        """Rows whose job has the name, and at the row's time the owners, that are asked for."""
+        """Filters rows by job, and by its owners at the row's time."""
         job_filters = dict(self.asked.of_jobs)
         if job := job_filters.pop("job", ""):
             rows = rows.filter(match_pattern(pl.col("job"), job))
@@ -314,7 +316,7 @@ class QuestionFrames:
         until = pl.col("from_ns").shift(-1).over("job").fill_null(LATEST)
         ownership = self.owned.lazy().select("job", "from_ns", *job_filters, until_ns=until)
         columns = rows.collect_schema().names()
-        # a job of which nobody says anything is nobody's at all times
+        # a job without any facts has no owners at any time
         dated = rows.join(ownership, on="job", how="left").filter(
             pl.col(time).is_between(
                 pl.col("from_ns").fill_null(EARLIEST),
@@ -330,12 +332,12 @@ class QuestionFrames:
 
 
 MAX_ROWS = 5_000
-"""Of a table in an answer, unless it is paged."""
+"""Max rows of a table in an answer that is not paged."""
 
 _UNIT_TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("text", "name"), str | None),
     **dict.fromkeys(("count", "bytes"), int | None),
-    # a mean time is no whole number of ns
+    # a mean time is not a whole number of ns
     "time": int | float | None,
 }
 _DIMENSION_TYPE: Any = Annotated[
@@ -350,7 +352,7 @@ class AnswerTable:
     Attributes:
         meaning: What a row is, and how rows are ordered.
         columns: Their declarations.
-        types: The types of columns that their unit does not tell.
+        types: Types of columns that do not follow from their unit.
         divided: Dimensions that rows have as well, those that are asked for, each as a text.
     """
 
@@ -360,7 +362,7 @@ class AnswerTable:
     divided: tuple[str, ...] = ()
 
     def row(self, name: str) -> Any:
-        """The structure of a row, called so; dimensions that are not asked for are not in it."""
+        """Returns the struct type of a row; dimensions that were not requested are unset."""
         fields: list[Any] = [(key, _DIMENSION_TYPE, msgspec.UNSET) for key in self.divided]
         fields += [
             (key, _build_type(column, self.types.get(key))) for key, column in self.columns.items()
@@ -380,17 +382,17 @@ def _build_type(column: Column, kind: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the tables.
+    """A question about the tables.
 
     Attributes:
-        name: Of its verb.
-        summary: What it answers, as a fragment.
-        parameters: What it takes.
-        tables: Field of the result -> the table that it is; the first is the one that is paged.
+        name: Name of its command.
+        summary: The question, as a fragment.
+        parameters: Type of its parameters.
+        tables: Field of the result -> its table; the first one is paged.
         facts: Other fields of the result.
         reads: The tables that it reads.
-        compute: How it is worked out.
-        route: Below `/api/v1/`; "": its name.
+        compute: Computes the result.
+        route: Path below `/api/v1/`; "": its name.
     """
 
     name: str
@@ -404,12 +406,12 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Of its route."""
+        """Path of its route."""
         return f"/api/v1/{self.route or self.name}"
 
     @cached_property
     def answer(self) -> type[msgspec.Struct]:
-        """The structure of its answer, with a description of each field."""
+        """Struct type of its answer, with a description of each field."""
         title = "".join(word.title() for word in self.name.split("-"))
         fields: list[tuple[str, Any]] = [
             *(
@@ -444,10 +446,10 @@ class Question:
         )
 
     def ask(self, frames: QuestionFrames, query: TimeQuery) -> msgspec.Struct:
-        """Work it out, and keep of each table the rows that are asked for.
+        """Computes the answer, limited to the requested rows of each table.
 
         Raises:
-            UsageError: As of the function that works it out.
+            UsageError: As of `compute`.
         """
         result = self.compute(frames, query)
         answer: dict[str, object] = {

@@ -1,1 +1,1 @@
-"""The service."""
+"""The fleet's service: pipeline, trace requests, webhooks and the HTTP application."""

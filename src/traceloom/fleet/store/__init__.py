@@ -1,1 +1,1 @@
-"""Where the service keeps what it knows."""
+"""State, tables and files of the service."""

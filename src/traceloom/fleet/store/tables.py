@@ -51,7 +51,7 @@ class Tables:
     """
 
     def __init__(self, url: str, options: Mapping[str, str] | None = None) -> None:
-        # Deltalake is loaded only when a table is opened: it takes 60 MB.
+        # `deltalake` is loaded only when a table is opened: it takes 60 MB.
         if find_spec("deltalake") is None:
             hint = "pip install 'traceloom[fleet]'"
             raise InputError("the tables of a fleet need deltalake", slug="no-extra", hint=hint)
