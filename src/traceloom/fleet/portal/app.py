@@ -1,4 +1,6 @@
-"""Routes of pages, sign-in, CSRF check, cookies, static files, page context."""
+"""The portal application: routes of pages, sign-in, sessions, CSRF protection and response
+headers.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,16 @@ PAGES: tuple[Page[Any], ...] = (
     admin.WEBHOOKS_PAGE,
     admin.AUDIT_PAGE,
 )
-"""A page is added here, with its module beside this one; those of one part of the menu stand
-together.
-"""
+"""All pages in the order of the menu; pages of one menu group are adjacent."""
 
 SESSION_S = 12 * 3600.0
-_TRIES_PER_S = 0.5  # of an address, after the first
+_TRIES_PER_S = 0.5  # sign-in attempts of an address after the initial burst
 _RETRY_HINT = "come again later"
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,100}")
 
 
 class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
-    """A proxy that has checked who asks, and says so in a header. `source`: its address, or a
+    """A proxy that authenticates users and names them in a header. `source`: its address, or a
     network.
 
     `role`: of users of whom no token says another.
@@ -83,8 +83,8 @@ class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
         ipaddress.ip_network(self.source, strict=False)
 
     def name_of(self, request: Request) -> str | None:
-        """The user whom the proxy names; None where the request is not the proxy's, or has not just
-        one name.
+        """Returns the user named by the proxy; None if the request is not from the proxy, or does
+        not have exactly one name.
         """
         try:
             address = ipaddress.ip_address(request.client.host if request.client else "")
@@ -100,11 +100,11 @@ class ProxyUsers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionAuthentication:
-    """Lets readers in.
+    """Authenticates readers by session, or by an authenticating proxy.
 
     Args:
-        state: Where tokens and sessions are.
-        proxy: Says who reads, where it is asked through one.
+        state: Holds tokens and sessions.
+        proxy: The authenticating proxy, if any.
     """
 
     def __init__(self, state: ServiceState, proxy: ProxyUsers | None) -> None:
@@ -113,7 +113,7 @@ class SessionAuthentication:
         self.tries.most = 20.0
 
     async def reader(self, request: Request) -> TokenRecord | None:
-        """Who asks; None where nobody is signed in, or not any more."""
+        """Returns the reader's token; None if nobody is signed in, or the session has ended."""
         user = self.proxy.name_of(request) if self.proxy else None
         if user is not None:
             return await asyncio.to_thread(self._of_user, user)
@@ -121,10 +121,10 @@ class SessionAuthentication:
         return await asyncio.to_thread(self._of_session, secret) if secret else None
 
     async def sign_in(self, request: Request, token_text: str) -> str:
-        """Begin a session by a token; its secret.
+        """Opens a session for a token; returns its secret.
 
         Raises:
-            RequestError: `too-many-requests`; `unknown-token`, whatever is wrong with it.
+            RequestError: `too-many-requests`; `unknown-token`, for any invalid token.
         """
         self.tries.take(request.client.host if request.client else "")
         token = await asyncio.to_thread(self.state.token, token_text)
@@ -137,11 +137,11 @@ class SessionAuthentication:
         return await asyncio.to_thread(self.state.open_session, token_text, SESSION_S)
 
     async def sign_out(self, request: Request) -> None:
-        """End the session."""
+        """Ends the session."""
         await asyncio.to_thread(self.state.close_session, _read_cookie(request))
 
     def set_cookie(self, request: Request, response: Response, secret: str) -> None:
-        """Have the browser keep the secret of a session, or forget it where it is ""."""
+        """Sets the session cookie, or deletes it if `secret` is ""."""
         response.set_cookie(
             _get_cookie_name(request),
             secret,
@@ -170,7 +170,7 @@ class SessionAuthentication:
 
 
 def check_csrf(request: Request) -> None:
-    """Refuse what a page of somebody else has the reader's browser send.
+    """Refuses cross-site requests (CSRF).
 
     Raises:
         RequestError: `wrong-origin`.
@@ -191,7 +191,7 @@ def check_csrf(request: Request) -> None:
 
 
 def _get_cookie_name(request: Request) -> str:
-    # With this prefix browsers take it from nobody but this host, over TLS.
+    # Browsers accept this prefix only from this very host, over TLS.
     return "__Host-traceloom" if request.url.scheme == "https" else "traceloom"
 
 
@@ -214,35 +214,36 @@ UNTRUSTED_PATHS = (
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
 _PER_SECOND = 50.0  # requests of a reader
 PAGE_WAIT_S = 0.8
-"""So long a page waits for answers; after that it says that they are worked out, and asks again."""
+"""Max wait of a page for answers; after that it shows that they are pending, and reloads."""
 _RETRY_AFTER_S = 2
-# Everything a page needs comes from this service; nothing of it runs that is not a file of it, nor
-# stands in a frame.
+# All resources of a page come from this service; it runs only script files of this service, and
+# cannot be framed.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,
-    "Referrer-Policy": "same-origin",  # without any the origin of forms would not be said
+    "Referrer-Policy": "same-origin",  # no referrer at all would also suppress the Origin of forms
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# A report or file is of a stranger: it may run its own scripts, and has no part in this service.
+# Reports and files are untrusted: they may run their own scripts, but are isolated from this
+# service.
 _UNTRUSTED_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"
 _ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 
 
 class Portal:
-    """What is beside the routes: pages, files of captures for browsers, signing in and out.
+    """Pages, files of captures for browsers, and sign-in.
 
     Args:
-        service: What answers.
-        pages: All of them, in the order of the menu.
-        proxy: Says who reads, where it is asked through one.
+        service: The service.
+        pages: All pages, in the order of the menu.
+        proxy: The authenticating proxy, if any.
     """
 
     def __init__(
@@ -254,7 +255,7 @@ class Portal:
         self.live = LivePages()
 
     def app(self) -> ASGIApp:
-        """The application."""
+        """Returns the ASGI application."""
         return Starlette(
             routes=[
                 Endpoint("/static/{digest}/{name}", self.static),
@@ -273,10 +274,10 @@ class Portal:
             },
         )
 
-    # What pages refer to.
+    # Static files.
 
     async def static(self, request: Request) -> Response:
-        """A style or a script."""
+        """Serves a style sheet or a script."""
         asset = load_assets().get(request.path_params["name"])
         if asset is None:
             raise HttpError(404, "there is no such file", slug="no-such-file")
@@ -287,7 +288,9 @@ class Portal:
         )
 
     def _strangers(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        """What a route answers of a capture, as a stranger's page."""
+        """Wraps a route whose response comes from an untrusted capture, isolated from the
+        portal.
+        """
 
         async def respond(request: Request) -> Response:
             request.state.route = request.scope["route"].path
@@ -303,7 +306,7 @@ class Portal:
     # Signing in and out.
 
     async def sign_in(self, request: Request) -> Response:
-        """The form, or what it sends."""
+        """Shows the sign-in form, or handles its submission."""
         request.state.route = "/sign-in"
         if request.method != "POST":
             next_path = layout.restrict_to_local_path(request.query_params.get("next", "/"))
@@ -326,7 +329,7 @@ class Portal:
         return response
 
     async def sign_out(self, request: Request) -> Response:
-        """End the session."""
+        """Ends the session, and deletes its cookie."""
         request.state.route = "/sign-out"
         await self.readers.sign_out(request)
         response = RedirectResponse("/sign-in", 303)
@@ -420,7 +423,7 @@ class Portal:
     # Refusals.
 
     async def no_page(self, request: Request, error: Exception) -> Response:
-        """There is no such page."""
+        """Handles an unknown path."""
         assert isinstance(error, HTTPException)
         request.state.token = token = await self.readers.reader(request)
         hint = "" if token is None else "the menu leads on"
@@ -430,15 +433,15 @@ class Portal:
         return await self.refused(request, refusal)
 
     async def refused(self, request: Request, error: Exception) -> Response:
-        """Say why, and where it may help."""
+        """Shows why a request is refused, and where possible what to do."""
         assert isinstance(error, HttpError)
         if error.status == 401 and "text/event-stream" not in request.headers.get("accept", ""):
             return_path = layout.restrict_to_local_path(
                 request.url.path + (f"?{request.url.query}" if request.url.query else "")
             )
             if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
-                # Who follows a link from another site is sent here without the cookie; from here
-                # they come with it.
+                # The cookie (SameSite) is missing if a reader follows a link from another site; a
+                # reload sends it.
                 return HTMLResponse("", headers={"Refresh": f"0; url={return_path}"})
             query = {} if request.method != "GET" or return_path == "/" else {"next": return_path}
             if "traceloom" in request.headers.get("cookie", ""):
@@ -457,7 +460,7 @@ class Portal:
         return HTMLResponse(document, error.status, headers)
 
     async def failed(self, request: Request, _error: Exception) -> Response:
-        """A defect of ours."""
+        """Handles a defect of this service."""
         return await self.refused(
             request,
             HttpError(
@@ -467,15 +470,15 @@ class Portal:
 
 
 class PortalMiddleware:
-    """In front of pages and routes: which of them answers, the headers of every page, and what may
-    not be sent here.
+    """Routes requests to the portal or the API, sets security headers, and refuses cross-site
+    requests.
     """
 
     def __init__(self, portal: Portal, api: ASGIApp) -> None:
         self.portal, self.api, self.app = portal, api, portal.app()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, and count it."""
+        """Handles a request, and counts it."""
         if scope["path"].startswith(API_PREFIXES):
             await self.api(scope, receive, send)
             return
@@ -516,14 +519,14 @@ class PortalMiddleware:
 def build_portal(
     service: FleetService, proxy: ProxyUsers | None = None, pages: Sequence[Page[object]] = PAGES
 ) -> ASGIApp:
-    """The application that answers for a service, with pages for people."""
+    """Returns the ASGI application of a service with its portal."""
     return PortalMiddleware(Portal(service, pages, proxy), build_fleet_app(service))
 
 
 async def _download(
     page: Page[object], visit: PageRequest, name: str, file_format: str
 ) -> Response:
-    """All rows of a table of the page."""
+    """Returns all rows of a table of a page as a download."""
     content = await page.shown(visit)
     tables = [part.content for part in content.sections if isinstance(part.content, PageTable)]
     table = next((table for table in tables if table.key == name), None)

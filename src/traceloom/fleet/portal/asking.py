@@ -1,6 +1,4 @@
-"""Questions on pages: what the address asks, the answer of the route, and the form by which one
-asks another way.
-"""
+"""Questions on pages: parameters from the URL, their answers, and the filter form."""
 
 from __future__ import annotations
 
@@ -35,26 +33,26 @@ FILTERS = {
     "host": "Host",
     "device_model": "Device",
 }
-"""Parameter of all questions -> how it is called."""
+"""Filter parameter of all questions -> label."""
 
 MAX_FILTER_CHARS = 500
-"""Of a filter, as questions take it."""
+"""Max characters of a filter in questions."""
 
 _COLUMN_KINDS = {
     **dict.fromkeys(("since_ns", "last_before_ns", "start_ns", "time_ns"), "instant"),
     **dict.fromkeys(("job", "capture", "example"), "name"),
 }
-"""How columns stand on pages, where it is not by their unit: instants are no durations."""
+"""Kinds of columns that differ from their unit: instants are not durations."""
 
 
 @dataclass(frozen=True)
 class QueryResult:
-    """An answer, and the address that asked for it.
+    """The answer to a question, and the page URL that asked it.
 
     Attributes:
         question: The question.
-        address: Of the page.
-        facts: Fields of the answer that are no tables.
+        address: URL of the page.
+        facts: Fields of the answer that are not tables.
         tables: Name -> rows.
     """
 
@@ -64,7 +62,7 @@ class QueryResult:
     tables: Mapping[str, list[Mapping[str, Any]]]
 
     def fact(self, name: str) -> Any:
-        """A field of the answer."""
+        """Returns a field of the answer."""
         return self.facts[name]
 
     def columns(
@@ -73,7 +71,7 @@ class QueryResult:
         names: Iterable[str],
         links: Mapping[str, Callable[[PageRow], str]] | None = None,
     ) -> list[PageColumn]:
-        """Columns of a table of the answer, as the question declares them, with where they lead."""
+        """Returns columns of a table of the answer, as the question declares them, with links."""
         table_columns = self.question.tables[table].columns
         columns = [
             convert_column(name, table_columns[name], (links or {}).get(name)) for name in names
@@ -84,16 +82,16 @@ class QueryResult:
 
 
 async def fetch_answer(visit: PageRequest, name: str, **fixed: str) -> QueryResult:
-    """Ask the service what the address of the page asks.
+    """Asks a question with the parameters in the URL of the page.
 
     Args:
-        visit: Of the page.
-        name: Of the question.
-        fixed: Parameters, whatever the address says.
+        visit: Request for the page.
+        name: Name of the question.
+        fixed: Parameters that override those of the URL.
 
     Raises:
         RequestError: It is refused.
-        StillWorkingError: The answer takes longer than the visit waits.
+        AnswerPendingError: The answer takes longer than the page waits.
     """
     question = QUESTION[name]
     accepted = {field.name for field in msgspec.structs.fields(question.parameters)}
@@ -108,7 +106,7 @@ async def fetch_answer(visit: PageRequest, name: str, **fixed: str) -> QueryResu
 
 
 def build_page_url(path: str, address: PageUrl, **parameters: str) -> str:
-    """Another page, about the same time and with the same filters."""
+    """Returns the URL of another page with the same time range and filters."""
     shared_parameters = {
         name: value for name, value in address.query.items() if name in {"since", "until", *FILTERS}
     }
@@ -116,22 +114,20 @@ def build_page_url(path: str, address: PageUrl, **parameters: str) -> str:
 
 
 def build_name_filter(name: str) -> str:
-    """A filter that a name passes: of one that is too long for a filter, what begins like it
-    passes, too.
-    """
+    """Returns a filter that matches a name; a name that is too long is matched by its beginning."""
     return name if len(name) <= MAX_FILTER_CHARS else f"{name[: MAX_FILTER_CHARS - 1]}*"
 
 
 def build_filter_form(
     address: PageUrl, *, extra: Node = None, preserved: Sequence[str] = ()
 ) -> Node:
-    """The form of a range of time and of filters; those that are set stand in sight, each with a
-    way to drop it.
+    """Builds the form for time range and filters; active filters are shown with a link to remove
+    each.
 
     Args:
-        address: Of the page.
+        address: URL of the page.
         extra: More fields.
-        preserved: Parameters that stay as they are.
+        preserved: Parameters that are kept unchanged.
     """
     since = address.query.get("since", "30d")
     active_filters = {name: address.query[name] for name in FILTERS if address.query.get(name)}
@@ -188,7 +184,7 @@ def build_filter_form(
 def build_select_field(
     address: PageUrl, name: str, values: Mapping[str, str], default: str, label_text: str
 ) -> Node:
-    """A field of a form with one of several values."""
+    """Builds a select field."""
     now = address.query.get(name, default)
     return label[
         span(".unseen")[label_text],
@@ -199,7 +195,7 @@ def build_select_field(
 
 
 def build_empty_notice(subject: str) -> Node:
-    """Instead of a table without rows: what to do."""
+    """Builds the notice shown instead of an empty table."""
     return [
         p[
             f"There is no {subject} in this time, or the filters leave none. Ask for more time, or drop a filter."

@@ -1,7 +1,7 @@
-"""Icicle, dots, stacked bars (on the shared figure module).
+"""Charts of pages: dots over time, stacked columns and areas, icicles and bars.
 
-Places are shares of the width, so that texts keep their size. Nothing says more than the table that
-stands below.
+Horizontal positions are percentages, so that text keeps its size. A chart shows nothing that the
+table below it does not show.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _TIME_STEPS_NS = (
     90 * DAY_NS,
 )
 _MAX_TIMES = 10
-_BOX_HEIGHT = 34  # height of a box of an icicle
+_BOX_HEIGHT = 34  # of an icicle, in pixels
 
 
 class ChartDot(NamedTuple):
     """A value at a time.
 
-    `look`: a colour group of the reports; `says`: what it is; `href`: where it leads.
+    `look`: a colour group of the reports; `says`: its description; `href`: link target.
     """
 
     time_ns: int
@@ -51,7 +51,7 @@ class ChartDot(NamedTuple):
 
 
 class ChartLevel(NamedTuple):
-    """A value that holds for a stretch of time."""
+    """A constant value over a time interval."""
 
     since_ns: int
     until_ns: int
@@ -60,9 +60,7 @@ class ChartLevel(NamedTuple):
 
 
 class ChartColumn(NamedTuple):
-    """Values of a stretch of time on top of each other: colour group and value of each, the lowest
-    first.
-    """
+    """Stacked values of a time interval: colour group and value of each, lowest first."""
 
     time_ns: int
     parts: Sequence[tuple[str, float]]
@@ -75,15 +73,15 @@ class IcicleBox:
 
     Attributes:
         level: Row, from 0 on.
-        start: Where it begins, share of the width.
-        size: How wide it is.
-        name: What it is.
-        says: More of it, on hover and for readers who do not see it.
+        start: Left edge, share of the width.
+        size: Width, share of the width.
+        name: Name of the part.
+        says: Description, on hover and for screen readers.
         amount: Its amount as text.
         filled: The share of it that is dark.
         look: Colour group.
-        href: Where it leads.
-        here: It is what the page is about.
+        href: Link target.
+        here: It is the current page.
     """
 
     level: int
@@ -106,14 +104,14 @@ def draw_dots(
     label: str,
     write: Callable[[float], str],
 ) -> Node:
-    """Values over time.
+    """Draws values over time.
 
     Args:
-        points: One each, in any order.
-        levels: Lines over stretches of time.
-        marks: Times, with a word for each.
-        label: What is shown, in a sentence.
-        write: A value as text.
+        points: In any order.
+        levels: Horizontal lines over time intervals.
+        marks: Times, with a label for each.
+        label: Description of the chart, a sentence.
+        write: Formats a value.
     """
     if not points:
         return None
@@ -159,13 +157,13 @@ def draw_dots(
 def draw_columns(
     columns: Sequence[ChartColumn], every_ns: int, *, label: str, write: Callable[[float], str]
 ) -> Node:
-    """Amounts of stretches of time, each as parts on top of each other.
+    """Draws amounts per time interval as stacked columns.
 
     Args:
-        columns: By time; those that are missing are empty.
-        every_ns: How long each is.
-        label: What is shown, in a sentence.
-        write: An amount as text.
+        columns: By time; missing ones are empty.
+        every_ns: Length of each interval.
+        label: Description of the chart, a sentence.
+        write: Formats an amount.
     """
     if not columns:
         return None
@@ -197,7 +195,7 @@ def draw_columns(
 
 
 def draw_icicle(boxes: Iterable[IcicleBox], label: str) -> Node:
-    """Parts of a whole, and their parts below them, as wide as their amounts; each leads to itself."""
+    """Draws a hierarchy: boxes as wide as their amounts, children below, each with a link."""
     markup, levels = Markup(""), 0
     for box in boxes:
         levels = max(levels, box.level + 1)
@@ -233,7 +231,7 @@ def draw_icicle(boxes: Iterable[IcicleBox], label: str) -> Node:
 def draw_share_bar(
     parts: Sequence[tuple[str, str, float]], write: Callable[[float], str], label: str
 ) -> Node:
-    """Parts of a whole side by side, with a legend: name, colour group and amount of each."""
+    """Draws parts of a whole as a bar, with a legend: name, colour group and amount of each."""
     total = sum(amount for *_, amount in parts)
     if total <= 0:
         return None
@@ -256,7 +254,7 @@ def draw_share_bar(
 
 
 def draw_legend(entries: Iterable[tuple[str, str, str]]) -> Node:
-    """Name, colour group and amount of each."""
+    """Draws a legend: name, colour group and amount of each."""
     return ul(".legend")[
         (
             li[
@@ -270,7 +268,7 @@ def draw_legend(entries: Iterable[tuple[str, str, str]]) -> Node:
     ]
 
 
-def _draw_plot(  # noqa: PLR0917  (all are what was just worked out)
+def _draw_plot(  # noqa: PLR0917  (all were just computed)
     markup: Markup,
     top: Sequence[float],
     y: Callable[[float], float],
@@ -319,7 +317,7 @@ def _draw_plot(  # noqa: PLR0917  (all are what was just worked out)
 
 
 def _compute_axis_values(max_value: float) -> list[float]:
-    """Round values from 0 up to at least `max_value`."""
+    """Returns round values from 0 up to at least `max_value`."""
     if max_value <= 0:
         return [0.0, 1.0]
     rough = max_value / 4
@@ -329,13 +327,13 @@ def _compute_axis_values(max_value: float) -> list[float]:
 
 
 BarPart = tuple[str, str, float]
-"""What it is called, its colour group, how much it is."""
+"""Name, colour group and amount."""
 
 _WIDTH, _USAGE_HEIGHT = 1000, 120
 
 
 def draw_bar(parts: Sequence[BarPart]) -> Node:
-    """Parts of a whole, one beside the other, and how much each is."""
+    """Draws parts of a whole as a bar, with their amounts."""
     total = sum(amount for _, _, amount in parts) or 1.0
     offset, rects = 0.0, Markup("")
     for _, colour, amount in parts:
@@ -369,14 +367,13 @@ def draw_areas(
     parts: Mapping[tuple[str, str], Mapping[int, float]],
     label: str,
 ) -> Node:
-    """How much of each there was over time, one upon the other; the whole of the highest moment
-    fills the height.
+    """Draws stacked areas over time, scaled to the highest total.
 
     Args:
-        times: Starts of the stretches of time to be shown, in order; ns.
-        step_ns: How long one lasts.
-        parts: (name, colour group) -> start -> amount, from the bottom to the top.
-        label: What it shows, for readers who do not see it.
+        times: Starts of the time intervals, in order; ns.
+        step_ns: Length of an interval.
+        parts: (name, colour group) -> start -> amount, from bottom to top.
+        label: Description for screen readers.
     """
     if not times:
         return p(".quiet")["Nothing was measured in this time."]

@@ -1,6 +1,4 @@
-"""Pages that change while they are read: each is worked out once a second for all of its readers
-together.
-"""
+"""Live pages: each is rendered once a second for all of its readers together."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from traceloom.server.problem import HttpError
 _LOG = logging.getLogger(__name__)
 _POLL_S = 1.0
 _KEEP_ALIVE_S = 15.0
-_MAX_CONNECTION_S = 60.0  # then the browser comes again, and shows who it is
+_MAX_CONNECTION_S = 60.0  # then the browser reconnects, and is authenticated again
 _MAX_STREAMS = 256
 NOT_LEADING = 503
 
 
 class LiveContent(NamedTuple):
-    """What a page shows, as HTML, and whether it changes no more."""
+    """Content of a page as HTML, and whether it is final."""
 
     head: str
     parts: str
@@ -31,18 +29,18 @@ class LiveContent(NamedTuple):
 
 
 class LiveEvent(NamedTuple):
-    """What a page shows, as it is sent; `name` changes with it."""
+    """Content of a page as it is sent; `name` identifies its version."""
 
     name: str
     sent: bytes
 
 
 class LivePage:
-    """One page, as it is now, for all who read it.
+    """A page that is polled for all of its readers.
 
     Args:
-        look: Works it out.
-        look_s: How often.
+        poll: Renders its content.
+        look_s: Seconds between polls.
     """
 
     def __init__(
@@ -50,15 +48,13 @@ class LivePage:
     ) -> None:
         self.readers = 0
         self.now: LiveEvent | None = None
-        self.gone = False  # there is nothing to look at any more
+        self.gone = False  # the page no longer exists
         self._look, self._look_s = poll, look_s
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._follow(), name="live page")
 
     async def next(self, name: str) -> LiveEvent | None:
-        """What it shows as soon as that is another than `name`; None when a while has passed
-        without.
-        """
+        """Returns the content as soon as its version is not `name`; None after a timeout."""
         if self.now is None or (self.now.name == name and not self.gone):
             changed = self._changed
             try:
@@ -68,7 +64,7 @@ class LivePage:
         return self.now if self.now is not None and self.now.name != name else None
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stops polling."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
@@ -76,9 +72,9 @@ class LivePage:
         while not self.gone:
             try:
                 content = await self._look()
-            except HttpError as error:  # what cannot be answered now may be later
+            except HttpError as error:  # a temporary failure, which may pass
                 self.gone = error.status != NOT_LEADING
-            except Exception:  # noqa: BLE001  (its readers hear that it has ended, and the log why)
+            except Exception:  # noqa: BLE001  (readers get an end event, and the log the reason)
                 _LOG.exception("a live page")
                 self.gone = True
             else:
@@ -100,10 +96,10 @@ class LivePage:
 
 
 class LivePages:
-    """All pages that somebody reads now.
+    """All live pages that currently have readers.
 
     Args:
-        look_s: How often each is worked out.
+        look_s: Seconds between polls of each page.
     """
 
     def __init__(self, look_s: float = _POLL_S) -> None:
@@ -113,13 +109,13 @@ class LivePages:
     async def events(
         self, key: str, poll: Callable[[], Coroutine[object, object, LiveContent]], name: str
     ) -> AsyncGenerator[bytes, None]:
-        """What a reader is sent: each state of the page that differs from the one before, the first
-        from `name`.
+        """Yields server-sent events: each changed version of the page, the first one other than
+        `name`.
 
         Args:
-            key: Of the page and what its address asks for: readers with the same see the same.
-            poll: Works out what it shows.
-            name: Of the state that the reader has.
+            key: Page and parameters: readers with the same key share the content.
+            poll: Renders the content.
+            name: Version that the reader has.
         """
         stream = self.streams.get(key)
         if stream is None or stream.gone:
@@ -147,7 +143,7 @@ class LivePages:
                 await stream.close()
 
     def check_room(self, key: str) -> None:
-        """See that another page can be followed.
+        """Checks that another page can be followed.
 
         Raises:
             RequestError: `busy`.

@@ -1,8 +1,8 @@
-"""Page, section, form, layout.
+"""Building blocks of pages: declaration, sections, forms, layout and static files.
 
-Everything is made of elements whose texts are escaped; there is no way to put text in unescaped.
-What is invisible or steers (control characters, marks that turn the order of letters) is spelled
-out in the whole document at the end.
+Everything is made of elements that escape their text; there is no way to insert raw text. Invisible
+and control characters (such as bidirectional marks) are spelled out in the whole document at the
+end.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from traceloom.system.sanitize import sanitize
 
 
 class PortalAsset(NamedTuple):
-    """A file that pages refer to."""
+    """A static file of pages."""
 
     content: bytes
     kind: str
@@ -75,7 +75,7 @@ class PortalAsset(NamedTuple):
 
 @cache
 def load_assets() -> dict[str, PortalAsset]:
-    """Name -> file."""
+    """Returns the static files by name."""
     styles = [
         *map(read_report_asset, ("colours.css", "page.css", "views.css")),
         _read_asset("portal.css"),
@@ -91,7 +91,9 @@ def load_assets() -> dict[str, PortalAsset]:
 
 @cache
 def get_asset_url(name: str) -> str:
-    """Where a file is served: for ever the same, as other content has another address."""
+    """Returns the URL of a static file, which has the hash of its content and can be cached
+    forever.
+    """
     return f"/static/{hashlib.sha256(load_assets()[name].content).hexdigest()[:16]}/{name}"
 
 
@@ -104,14 +106,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """A number at the head of a page.
+    """A number at the top of a page.
 
     Attributes:
-        label: What it is called.
+        label: Label of the number.
         value: The number.
-        about: What it is of.
-        grade: "bad" or "warn" where it calls for attention.
-        leads: To what is behind it; "": that stands on the page itself.
+        about: What it refers to.
+        grade: "bad" or "warn" if it needs attention.
+        leads: Link to the details; "": they are on the page itself.
     """
 
     label: str
@@ -129,7 +131,7 @@ class ContentSection:
         key: Its id in the page.
         title: The heading.
         content: A table, or anything else.
-        note: One sentence beside the heading.
+        note: One sentence next to the heading.
     """
 
     key: str
@@ -140,16 +142,16 @@ class ContentSection:
 
 @dataclass(frozen=True)
 class PageContent:
-    """What a page shows, the same for everybody who may read it.
+    """Content of a page, the same for everybody who may read it.
 
     Attributes:
-        heading: What it is about, or the answer in a sentence.
+        heading: Its subject, or the answer in a sentence.
         sections: Its parts.
-        above: What stands over the heading: the way from the menu to here, as (name, address).
-        lead: What stands below the heading.
-        asking: The form by which one asks another way.
+        above: Breadcrumbs above the heading, as (name, URL).
+        lead: Text below the heading.
+        asking: The filter form.
         numbers: Key numbers.
-        ended: Nothing on it changes any more.
+        ended: The content is final.
     """
 
     heading: Node
@@ -166,16 +168,17 @@ class Page(Generic[T]):
     """A page.
 
     Attributes:
-        path: Its pattern, as of a route.
-        title: In the menu and in the browser's tab.
-        about: What it is for, in the documentation.
-        compute: Asks the routes for what it shows; for who may read it, that is the same.
-        content: What of that is shown.
+        path: Pattern of its route.
+        title: Title in the menu and in the browser's tab.
+        about: Its purpose, in the documentation.
+        compute: Gets its data from the routes; the same for everybody who may read it.
+        content: Builds its content from that data.
         controls: Forms and links for this reader, below the heading.
-        role: Whoever reads it has to have.
-        act: Does what a form of the page asks for; where to go then, or what to say on the page.
+        role: Required role.
+        act: Handles a submitted form; returns a URL to redirect to, or a notice to show on the
+            page.
         live: Its content is sent again whenever it changes.
-        menu: The part of the menu that it stands in; "": it is reached from others.
+        menu: Its group in the menu; "": it is only linked from other pages.
     """
 
     path: str
@@ -190,7 +193,7 @@ class Page(Generic[T]):
     menu: str = ""
 
     async def shown(self, visit: PageRequest) -> PageContent:
-        """What it shows.
+        """Computes and builds its content.
 
         Raises:
             RequestError: A route refuses.
@@ -202,7 +205,7 @@ ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Cpath d='M1 4h10M4 8h11M2 "
     "12h7' stroke='%233566b8' stroke-width='2.6' stroke-linecap='round'/%3E%3C/svg%3E"
 )
-_SHORT_CHARS = 14  # characters of a key number that stand in large letters
+_SHORT_CHARS = 14  # max characters of a key number in large letters
 _LOGO = Markup(
     '<svg viewBox="0 0 16 16" width="18" height="18" aria-hidden="true"><path d="M1 4h10M4 8h11M2 12h7"/></svg>'
 )
@@ -213,7 +216,7 @@ _THEME_ICON = Markup(
 
 
 def build_head(content: PageContent) -> Node:
-    """The head of a page: where it stands, its heading, key numbers; sent again when it changes."""
+    """Builds the top of a page: breadcrumbs, heading, key numbers; sent again when it changes."""
     return header(".top")[
         nav(".trail", aria_label="Where this is")[
             ol[(li[a(href=href)[name]] for name, href in content.above)]
@@ -243,7 +246,7 @@ def build_head(content: PageContent) -> Node:
 
 
 def build_sections(content: PageContent, address: PageUrl) -> Node:
-    """The parts of a page; sent again when they change."""
+    """Builds the sections of a page; sent again when they change."""
     return fragment[
         (
             section(id=f"{part.key}-part", aria_labelledby=f"{part.key}-title")[
@@ -269,14 +272,14 @@ def render_document(
     pages: Sequence[Page[object]] = (),
     path: str = "",
 ) -> str:
-    """A whole page.
+    """Renders a whole page.
 
     Args:
-        title: Of the browser's tab.
+        title: Title of the browser's tab.
         content: The main part.
-        token: Of who reads; None: nobody is signed in.
-        pages: Of the menu.
-        path: Of this page.
+        token: Token of the reader; None: nobody is signed in.
+        pages: Pages of the menu.
+        path: Path of this page.
     """
     document = html(lang="en", class_=None if token else "alone")[
         head[
@@ -301,8 +304,8 @@ def render_document(
 def build_main(
     content: PageContent, address: PageUrl, controls: Node, notice: Node, *, live: bool
 ) -> Node:
-    """The main part of a page: what is said of what was just done, its head, forms for this reader,
-    its parts.
+    """Builds the main part of a page: notice about the last action, top, forms of the reader,
+    sections.
     """
     return fragment[
         notice,
@@ -313,7 +316,7 @@ def build_main(
 
 
 def build_problem_notice(error: HttpError) -> Node:
-    """Why something is refused."""
+    """Builds a notice of an error and its hint."""
     return div(".notice.bad", role="alert")[
         p[_render_sentence(error.message)],
         p(".quiet")[_render_inline_code(error.hint)] if error.hint else None,
@@ -321,7 +324,7 @@ def build_problem_notice(error: HttpError) -> Node:
 
 
 def build_error_page(error: HttpError) -> Node:
-    """A page that only says why there is no other."""
+    """Builds a page that only shows an error."""
     return header(".top")[
         p(".eyebrow")[f"{error.status} · {error.slug}"],
         h1[_render_sentence(error.message)],
@@ -331,7 +334,7 @@ def build_error_page(error: HttpError) -> Node:
 
 
 def build_pending_page(title: str, seconds: float) -> Node:
-    """A page whose answer is not there yet."""
+    """Builds a page for an answer that is still pending."""
     return header(".top")[
         h1[title],
         p(".lead")["The answer is being worked out; this page shows it as soon as it is there."],
@@ -344,7 +347,8 @@ def build_pending_page(title: str, seconds: float) -> Node:
 
 
 def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool) -> Node:
-    """The form by which one shows a token."""
+    """Builds the form to sign in with a token."""
+    # For password managers.
     return div(".card")[
         p(".mark")[_LOGO, "Traceloom"],
         h1["Sign in"],
@@ -352,9 +356,7 @@ def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool
         p(".quiet")["Your session has ended."] if expired and not error else None,
         form(method="post", action="/sign-in")[
             input_(type="hidden", name="next", value=next_page),
-            input_(
-                type="text", name="user", autocomplete="username", value="token", hidden=True
-            ),  # for their keepers
+            input_(type="text", name="user", autocomplete="username", value="token", hidden=True),
             label(for_="token")["Token"],
             input_(
                 type="password",
@@ -379,7 +381,7 @@ def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool
 
 
 def restrict_to_local_path(address: str) -> str:
-    """An address of this service, without scheme and host; "/" for any other."""
+    """Returns the address if it is a path of this service, else "/" (against open redirects)."""
     parts = urlsplit(address)
     is_ours = (
         not parts.scheme
@@ -391,19 +393,19 @@ def restrict_to_local_path(address: str) -> str:
 
 
 def format_value(node: Node) -> str:
-    """HTML of elements, with nothing invisible in it."""
+    """Returns the HTML of elements, with invisible characters spelled out."""
     return sanitize(str(fragment[node]))
 
 
 def build_fold_out(key: str, button_text: str, content: Node, *, is_open: bool) -> Node:
-    """A button that unfolds a form."""
+    """Builds a button that unfolds a form."""
     return details(".fold-out", id=key, open=is_open or None)[
         summary(".primary")[button_text], div(".panel")[content]
     ]
 
 
 def build_command(command: str) -> Node:
-    """A command to be copied."""
+    """Builds a command with a copy button."""
     return div(".command")[
         code[command], button(type="button", class_="copy", data_copy=command, hidden=True)["Copy"]
     ]
@@ -412,7 +414,7 @@ def build_command(command: str) -> Node:
 def _build_menu(token: TokenRecord, pages: Iterable[Page[object]], path: str) -> Node:
     menu_pages = (page for page in pages if page.menu and has_role(token, page.role))
     parts = groupby(menu_pages, key=lambda page: page.menu)
-    # The page at the address, and those from which it is reached
+    # The current page, and those that link to it
     current_paths = {
         path,
         *(path[:index] for index, sign in enumerate(path) if sign == "/" and index),
@@ -457,27 +459,27 @@ def _render_sentence(text: str) -> Node:
 
 
 def _render_inline_code(text: str) -> Node:
-    """Text in which what stands between backticks is code."""
+    """Renders text between backticks as code."""
     return [code[part] if index % 2 else part for index, part in enumerate(text.split("`"))]
 
 
 def build_job_url(job: str) -> str:
-    """Of a job."""
+    """Returns the URL of a job's page."""
     return f"/jobs/{quote(job)}"
 
 
 def build_host_url(host: str) -> str:
-    """Of a host."""
+    """Returns the URL of a host's page."""
     return f"/hosts/{quote(host, safe='')}"
 
 
 def build_request_url(request: str) -> str:
-    """Of a request."""
+    """Returns the URL of a request's page."""
     return f"/requests/{quote(request, safe='')}"
 
 
 def build_capture_url(capture: str) -> str:
-    """Of a capture."""
+    """Returns the URL of a capture's page."""
     return f"/captures/{quote(capture, safe='')}"
 
 
@@ -488,7 +490,7 @@ _RANK_RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 def build_text_field(
     name: str, title: str, hint: Node, *, value: str = "", kind: str = "text", **attributes: str
 ) -> Node:
-    """A field with its name and what belongs into it."""
+    """Builds an input field with its label and hint."""
     return div(".field")[
         label(for_=name)[title],
         input_(
@@ -513,7 +515,7 @@ def build_choices(
     several: bool = False,
     hint: Node = None,
 ) -> Node:
-    """Some of few: one, or several; (value, what it is called)."""
+    """Builds radio buttons, or checkboxes for `several`, from (value, label)."""
     kind = "checkbox" if several else "radio"
     return fieldset[
         legend[title],
@@ -531,7 +533,7 @@ def build_choices(
 
 
 def build_confirm_button(button_text: str, question: Node, hidden: dict[str, str]) -> Node:
-    """A button for what cannot be taken back: it asks once more."""
+    """Builds a button that asks for confirmation, for what cannot be undone."""
     return details(".sure")[
         summary[f"{button_text} …"],
         form(method="post")[
@@ -543,7 +545,7 @@ def build_confirm_button(button_text: str, question: Node, hidden: dict[str, str
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """`0, 3, 8-11` as ranks; all where it is empty: ().
+    """Parses ranks such as `0, 3, 8-11`; empty text gives (), which means all.
 
     Raises:
         RequestError: `wrong-request`.
@@ -561,7 +563,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_positive_number(text: str, subject: str, kind: type[int | float]) -> float | None:
-    """A number above 0; None where there is none.
+    """Parses a number above 0; None if the text is empty.
 
     Raises:
         RequestError: `wrong-request`.

@@ -1,6 +1,4 @@
-"""A visit of a page: who reads, what the address says, and the routes of the service, asked as over
-HTTP.
-"""
+"""Requests for pages: the reader, the URL, and in-process calls of the API's routes."""
 
 from __future__ import annotations
 
@@ -32,20 +30,20 @@ _ROUTES_BY_METHOD_AND_PATH = {(route.method, route.path): route for route in ROU
 
 
 class PageUrl:
-    """Where a page is: its path, and what stands behind the question mark, each name once."""
+    """URL of a page: its path, and query parameters without repetition."""
 
     def __init__(self, path: str, query: str) -> None:
         self.path = path
         self.query = dict(parse_qsl(query))
 
     def changed(self, changes: Mapping[str, str]) -> str:
-        """The address with other parameters; "" takes one away."""
+        """Returns the URL with changed parameters; "" removes one."""
         query = {name: value for name, value in {**self.query, **changes}.items() if value}
         return f"{self.path}?{urlencode(query)}" if query else self.path
 
     @property
     def canonical_url(self) -> str:
-        """The same for all orders of the parameters."""
+        """The URL with sorted parameters, for comparison."""
         return f"{self.path}?{urlencode(sorted(self.query.items()))}"
 
 
@@ -53,14 +51,14 @@ class PageRequest:
     """A request for a page.
 
     Args:
-        service: What answers.
-        token: Of who reads.
-        address: Of the page.
-        names: The parts of the path that its pattern names.
-        form: What was sent with it.
+        service: The service.
+        token: Token of the reader.
+        url: URL of the page.
+        path_params: Parameters in its path.
+        form: Submitted form.
 
     Attributes:
-        patience_s: How long it waits for all answers to questions; None: as long as programs do.
+        max_wait_s: Max seconds to wait for answers to questions; None: as long as API clients wait.
     """
 
     max_wait_s: float | None = None
@@ -77,11 +75,13 @@ class PageRequest:
         self.form = form or {}
 
     def may(self, role: Role) -> bool:
-        """Whether the reader may do what needs a role."""
+        """Returns whether the reader has a role."""
         return has_role(self.token, role)
 
     def field(self, name: str) -> str:
-        """A field of the form, without white space around it; "" where it is empty or not there."""
+        """Returns a field of the form without surrounding white space; "" if it is empty or
+        missing.
+        """
         return self.form.get(name, [""])[0].strip()
 
     async def answer(
@@ -94,13 +94,13 @@ class PageRequest:
         query: Mapping[str, str] | None = None,
         **path_params: str,
     ) -> AnswerT:
-        """What a route of the service answers to this reader.
+        """Calls a route of the API as this reader.
 
         Args:
-            answer_type: Of the answer.
+            answer_type: Type of the answer.
             path: The pattern of the route, as `/api/v1/captures/{id}`.
-            method: Of HTTP.
-            body: What is sent with it, as JSON.
+            method: HTTP method.
+            body: JSON body.
             query: Its parameters.
             path_params: The parts of its path.
 
@@ -112,7 +112,7 @@ class PageRequest:
         return answer
 
     async def question(self, question: Question, query: Mapping[str, str]) -> msgspec.Struct:
-        """What the tables answer to a question that every reader may ask.
+        """Returns the answer to a question that every reader may ask.
 
         Args:
             question: The question.
@@ -120,7 +120,7 @@ class PageRequest:
 
         Raises:
             RequestError: It refuses.
-            StillWorkingError: The answer takes longer than the visit waits.
+            AnswerPendingError: The answer takes longer than the page waits.
         """
         if self.max_wait_s is None:
             return await self.answer(question.answer, question.path, query=query)
@@ -133,7 +133,7 @@ class PageRequest:
             self.max_wait_s = max(0.0, self.max_wait_s - (time.monotonic() - started_s))
 
     async def fetch_response(self, path: str, **path_params: str) -> Response:
-        """The same of a route that answers with a file or a page.
+        """Calls a route that responds with a file or a page.
 
         Raises:
             RequestError: It refuses.
@@ -172,7 +172,7 @@ class PageRequest:
 
 
 async def read_form(request: Request) -> dict[str, list[str]]:
-    """The fields of a form that was sent.
+    """Returns the fields of a submitted form.
 
     Raises:
         RequestError: `too-large`, `wrong-request`.

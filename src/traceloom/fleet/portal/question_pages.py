@@ -1,4 +1,4 @@
-"""Pages made of the questions' declarations."""
+"""Pages that are generated from the declarations of questions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ DIMENSION_NAMES = {
     "user": "user",
     "framework": "framework",
 }
-"""What GPU time is divided by, in the order of the form -> in words."""
+"""Dimensions of GPU time in the order of the form -> label."""
 
 _PART_COLOURS = (
     "compute",
@@ -69,21 +69,21 @@ _PART_COLOURS = (
 _LINKED_DIMENSIONS = frozenset(
     {"job", "user", "division", "product", "model", "framework", "device_model"}
 )
-"""Dimensions that are filters of all questions."""
+"""Dimensions that are also filters of all questions."""
 
 _COVERAGE_COLUMNS = ("number", "kernel", "shapes", "total_ns", "fraction", "covered_fraction")
 
 
 @dataclass(frozen=True)
 class WorkView:
-    """What the page shows."""
+    """Data of the page."""
 
     divided: QueryResult
     coverage: QueryResult
 
 
 async def compute_characterise(visit: PageRequest) -> WorkView:
-    """Ask both questions."""
+    """Asks both questions."""
     return WorkView(
         await fetch_answer(visit, "characterise", top="500"),
         await fetch_answer(visit, "coverage", top="200"),
@@ -91,7 +91,7 @@ async def compute_characterise(visit: PageRequest) -> WorkView:
 
 
 def build_characterise_content(view: WorkView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     asking = build_filter_form(
         view.divided.address,
         extra=build_select_field(view.divided.address, "by", BY_CHOICES, "kind", "By"),
@@ -237,14 +237,14 @@ INVEST_CHOICES = {
 
 @dataclass(frozen=True)
 class SavingsView:
-    """What the page shows."""
+    """Data of the page."""
 
     savings: QueryResult
     findings: QueryResult
 
 
 async def compute_invest(visit: PageRequest) -> SavingsView:
-    """Ask both questions."""
+    """Asks both questions."""
     return SavingsView(
         await fetch_answer(visit, "invest", top="1000"),
         await fetch_answer(visit, "findings", top="1000"),
@@ -252,7 +252,7 @@ async def compute_invest(visit: PageRequest) -> SavingsView:
 
 
 def build_invest_content(view: SavingsView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     asking = build_filter_form(
         view.savings.address,
         extra=build_select_field(view.savings.address, "by", INVEST_CHOICES, "rule", "By"),
@@ -365,9 +365,10 @@ def _add_rule_title(row: PageRow) -> PageRow:
 
 @cache
 def _load_rule_titles() -> dict[str, str]:
+    # Imports all analyses, so only on first use.
     from traceloom.findings import (
         RULES,
-    )  # with all analyses, which the service is spared until somebody looks
+    )
 
     return {rule.slug: rule.title for rule in RULES}
 
@@ -401,12 +402,12 @@ _KERNEL_COLUMNS = (
 
 
 async def compute_kernels(visit: PageRequest) -> QueryResult:
-    """Ask for them."""
+    """Asks the question."""
     return await fetch_answer(visit, "kernels", top=MAX_ROWS)
 
 
 def build_kernels_content(result: QueryResult) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     asking = build_filter_form(
         result.address,
         extra=build_select_field(result.address, "sort", _SORT_CHOICES, "time", "Order"),
@@ -476,12 +477,12 @@ _MARK_COLUMN = PageColumn(
 
 
 async def compute_outliers(visit: PageRequest) -> QueryResult:
-    """Ask for them."""
+    """Asks the question."""
     return await fetch_answer(visit, "outliers", top="1000")
 
 
 def build_outliers_content(result: QueryResult) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     asking = build_filter_form(result.address)
     sections, slow = [], {}
     for table, title, like, names, links, note in (
@@ -580,7 +581,7 @@ _CELL_HEIGHT = 46
 
 @dataclass(frozen=True)
 class ToplineView:
-    """What the page shows: everything in one row, and divided."""
+    """Data of the page: everything in one row, and divided."""
 
     whole: QueryResult
     divided: QueryResult
@@ -588,7 +589,7 @@ class ToplineView:
 
 
 async def compute_topline(visit: PageRequest) -> ToplineView:
-    """Ask twice."""
+    """Asks the question for the whole, and divided."""
     dimension = visit.address.query.get("by", "model")
     return ToplineView(
         await fetch_answer(visit, "topline", by=""),
@@ -598,7 +599,7 @@ async def compute_topline(visit: PageRequest) -> ToplineView:
 
 
 def build_topline_content(view: ToplineView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     asking = build_filter_form(
         view.divided.address,
         extra=build_select_field(view.divided.address, "by", TOPLINE_CHOICES, "model", "By"),
@@ -692,7 +693,7 @@ def build_topline_content(view: ToplineView) -> PageContent:
 
 
 def _draw_correlations(result: QueryResult) -> Node:
-    """A triangle of coloured fields, one for each pair."""
+    """Draws a triangle of coloured cells, one per pair of metrics."""
     pairs = {(row["first"], row["second"]): row for row in result.tables["correlations"]}
     names = [name for name in METRICS if any(name in pair for pair in pairs)]
     if not pairs or all(row["correlation"] is None for row in pairs.values()):

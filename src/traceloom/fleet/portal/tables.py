@@ -1,8 +1,7 @@
-"""Tables of pages: sorted, filtered and divided into leaves by their address, so that they work
-without scripts.
+"""Tables of pages: sorted, filtered and paginated by the URL, so that they work without scripts.
 
 A table named `hosts` takes `hosts.sort=-devices`, `hosts.q=node7` and `hosts.leaf=2`;
-`?table=hosts&as=csv` (or `json`) gives all rows that the filter leaves, with their exact values.
+`?table=hosts&as=csv` (or `json`) returns all filtered rows with exact values.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ Cell = str | int | float | bool | None
 PageRow = Mapping[str, Cell]
 
 MAX_NOWRAP_CHARS = 36
-"""Characters of a text that never wraps."""
+"""Max characters of a text that never wraps."""
 ROWS_PER_PAGE = 50
 """Rows that are shown at once."""
 MIN_ROWS_FOR_FILTER = 9
-"""Rows from which on there is a filter; one over fewer is clutter."""
+"""Min rows of a table with a filter."""
 
 _STATES_BY_CSS_CLASS = {
     "good": (
@@ -84,12 +83,13 @@ class PageColumn:
     """A column of a table.
 
     Attributes:
-        key: Of the row.
+        key: Key in the row.
         title: Heading.
-        kind: A unit of `model.columns`; `instant`: Unix time in ns; `state`: how far something is, or how it is.
-        hint: What is counted, shown on hover.
-        unknown: Why there can be no value.
-        link: Where a row leads from here; "", None: nowhere.
+        kind: A unit of `model.columns`; `instant`: Unix time in ns; `state`: a progress or a
+            condition.
+        hint: Meaning, shown on hover.
+        unknown: Why a value may be missing.
+        link: Link of a row's cell; "", None: no link.
     """
 
     key: str
@@ -101,14 +101,14 @@ class PageColumn:
 
     @property
     def numeric(self) -> bool:
-        """Whether it stands to the right, and is sorted from the largest first."""
+        """Whether it is right-aligned, and sorted in descending order first."""
         return self.kind in units.NUMERIC_UNITS
 
 
 def convert_column(
     key: str, column: Column, link: Callable[[PageRow], str] | None = None
 ) -> PageColumn:
-    """A column of the fleet's tables or of a report, as it is declared there."""
+    """Converts a declared column of the fleet's tables or of a report."""
     return PageColumn(key, column.title, column.unit, column.meaning, column.unknown, link)
 
 
@@ -118,10 +118,10 @@ class PageTable:
 
     Attributes:
         key: Unique on its page.
-        label: What it is about, for readers who do not see it.
+        label: Description for screen readers.
         columns: In order.
-        rows: In the order to be shown first.
-        empty: What to do where there are no rows.
+        rows: In default order.
+        empty: What to do if there are no rows.
     """
 
     key: str
@@ -131,7 +131,7 @@ class PageTable:
     empty: Node = "There is nothing here."
 
     def chosen(self, url: PageUrl) -> list[PageRow]:
-        """The rows that the filter leaves, as they are to be sorted; what is unknown stands last."""
+        """Returns the filtered and sorted rows; missing values come last."""
         words = url.query.get(f"{self.key}.q", "").casefold().split()
         rows = list(self.rows)
         if words:
@@ -157,7 +157,7 @@ class PageTable:
             value = row.get(column.key)
             if value is None or value == "":
                 absent.append(row)
-            elif isinstance(value, str):  # after numbers, without regard to case
+            elif isinstance(value, str):  # after numbers, case-insensitive
                 present.append(((True, 0.0, value.casefold()), row))
             else:
                 present.append(((False, float(value), ""), row))
@@ -165,8 +165,9 @@ class PageTable:
         return [row for _, row in present] + absent
 
     def to_csv(self, url: PageUrl) -> str:
-        """The chosen rows as CSV, exact; what a spreadsheet would take for a formula begins with an
-        apostrophe.
+        """Returns the chosen rows as CSV with exact values.
+
+        Cells that a spreadsheet would take for a formula are prefixed with an apostrophe.
         """
         out = io.StringIO()
         writer = csv.writer(out)
@@ -179,22 +180,23 @@ class PageTable:
         return out.getvalue()
 
     def json(self, url: PageUrl) -> bytes:
-        """The chosen rows as a list of objects."""
+        """Returns the chosen rows as a JSON list of objects."""
         keys = [column.key for column in self.columns]
         return msgspec.json.encode(
             [{key: row.get(key) for key in keys} for row in self.chosen(url)]
         )
 
     def render(self, url: PageUrl) -> Node:
-        """The table as it stands in the page."""
+        """Renders the table with filter, sort links and pagination."""
         if not self.rows:
             return div(".empty", id=self.key)[self.empty]
         rows = self.chosen(url)
         page_count = max(1, -(-len(rows) // ROWS_PER_PAGE))
         requested_page = url.query.get(f"{self.key}.leaf", "")
+        # The page number may have thousands of digits.
         page_number = (
             max(1, min(int(requested_page[:9]), page_count)) if requested_page.isdecimal() else 1
-        )  # it may have thousands of digits
+        )
         page_rows = rows[(page_number - 1) * ROWS_PER_PAGE : page_number * ROWS_PER_PAGE]
         return figure(
             class_=["table", "narrow" if len(self._visible_columns) <= 4 else ""], id=self.key
@@ -222,8 +224,8 @@ class PageTable:
         ]
 
     def render_static(self) -> Node:
-        """All rows as they are, of what has no address by which they could be sorted, filtered or
-        downloaded.
+        """Renders all rows without sorting, filter or download, for content without a URL of its
+        own.
         """
         if not self.rows:
             return p(".quiet")[self.empty]
@@ -237,7 +239,7 @@ class PageTable:
 
     @property
     def _visible_columns(self) -> list[PageColumn]:
-        """A column that says nothing of any row is left out; who downloads the table has it."""
+        """Columns with a value in any row; downloads have all columns."""
         return [
             c
             for k, c in enumerate(self.columns)
@@ -302,9 +304,10 @@ class PageTable:
             f"-{column.key}" if column.numeric or column.kind == "instant" else column.key
         )
         reverse_order = column.key if default_order.startswith("-") else f"-{column.key}"
+        # The third click restores the default order.
         next_order = {default_order: reverse_order, reverse_order: ""}.get(
             current_order, default_order
-        )  # the third click gives the first order back
+        )
         direction = {column.key: "ascending", f"-{column.key}": "descending"}.get(current_order)
         href = url.changed({f"{self.key}.sort": next_order, f"{self.key}.leaf": ""})
         return th(
@@ -332,10 +335,10 @@ class PageTable:
 
 
 def render_time(time_ns: int) -> Node:
-    """A Unix time in ns; the script writes it in the reader's zone."""
+    """Renders a Unix time in ns; a script converts it to the reader's time zone."""
     try:
         when = datetime.fromtimestamp(time_ns / 1e9, timezone.utc)
-    except (ValueError, OverflowError, OSError):  # of a stranger's clock
+    except (ValueError, OverflowError, OSError):  # of an untrusted clock
         return f"{time_ns} ns"
     return time_(
         datetime=when.isoformat(timespec="milliseconds"), title=f"{when:%Y-%m-%d %H:%M:%S} UTC"
@@ -343,12 +346,12 @@ def render_time(time_ns: int) -> Node:
 
 
 def render_state(state: str) -> Node:
-    """How far something is, as a coloured dot and a word."""
+    """Renders a state as a coloured dot and a word."""
     return span(class_=["state", _CSS_CLASS_BY_STATE.get(state, "")])[state]
 
 
 def render_missing_value(reason: str) -> Node:
-    """Instead of a value that is not known."""
+    """Renders a missing value, with the reason on hover."""
     return span(".none", title=reason or "not known")["–"]
 
 

@@ -1,1 +1,1 @@
-"""Pages that are drawn by hand."""
+"""Hand-written pages."""

@@ -1,4 +1,4 @@
-"""Tokens, audit, triggers, webhooks, owners, prices."""
+"""Administration pages: audit log, tokens, webhooks, triggers, owner rules and prices."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ AUDIT_COLUMNS = (
 
 
 async def compute_audit(visit: PageRequest) -> list[AuditEntry]:
-    """The last lines, newest first."""
+    """Returns the latest entries of the audit log, newest first."""
     return (await visit.answer(AuditAnswer, "/api/v1/audit")).entries
 
 
 def build_audit_content(entries: list[AuditEntry]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "at_ns": entry.at_ns,
@@ -135,12 +135,12 @@ def _get_token_state(token: TokenRecord) -> str:
 
 
 async def compute_tokens(visit: PageRequest) -> list[TokenRecord]:
-    """All tokens."""
+    """Returns all tokens."""
     return (await visit.answer(TokensAnswer, "/api/v1/tokens")).tokens
 
 
 def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "name": token.name,
@@ -157,7 +157,7 @@ def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
 
 
 def build_tokens_controls(visit: PageRequest, tokens: list[TokenRecord]) -> Node:
-    """Forms by which tokens are made and revoked."""
+    """Builds the forms to create and revoke tokens."""
     roles = [(role, f"{role}: {description}") for role, description in _ROLE_TEXTS.items()]
     content = form(method="post")[
         div(".fields")[
@@ -188,7 +188,7 @@ def build_tokens_controls(visit: PageRequest, tokens: list[TokenRecord]) -> Node
 
 
 async def handle_tokens_action(visit: PageRequest) -> str | Node:
-    """Make a token, and show it once; or revoke one.
+    """Creates a token and shows it once, or revokes one.
 
     Raises:
         RequestError: `wrong-request`, `token-exists`, `no-such-token`.
@@ -237,12 +237,12 @@ WEBHOOK_COLUMNS = (
 
 
 async def compute_webhooks(visit: PageRequest) -> list[WebhookRecord]:
-    """All webhooks."""
+    """Returns all webhooks."""
     return (await visit.answer(WebhooksAnswer, WEBHOOKS_ROUTE)).webhooks
 
 
 def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "name": webhook.name,
@@ -287,7 +287,7 @@ def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
 
 
 def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -> Node:
-    """Forms by which webhooks are added, tried and removed."""
+    """Builds the forms to add, test and remove webhooks."""
     selected_events = visit.form.get("events", EVENTS)
     content = form(method="post")[
         div(".fields")[
@@ -349,10 +349,11 @@ def _build_webhook_select(name: str, names: Sequence[str]) -> Node:
 
 
 async def handle_webhooks_action(visit: PageRequest) -> str | Node:
-    """Add a webhook, and show its secret once; send one an event for a test; or remove one.
+    """Adds a webhook and shows its secret once, sends a test event, or removes a webhook.
 
     Raises:
-        RequestError: `wrong-request`, `webhook-exists`, `no-such-webhook`, and why an address is refused.
+        RequestError: `wrong-request`, `webhook-exists`, `no-such-webhook`, and why a URL is
+            refused.
     """
     if visit.field("do") == "remove":
         name = visit.field("remove")
@@ -404,17 +405,17 @@ WEBHOOKS_PAGE = Page(
 def build_document_form(
     visit: PageRequest, button_text: str, file: str, text: str, hint: Node
 ) -> Node:
-    """The form by which a document is changed: what would change is shown, or it is saved.
+    """Builds the form to preview or save a change of a document.
 
     Args:
-        visit: Of the page; what its form holds is shown again.
-        button_text: On the button that unfolds it.
-        file: What the document is called.
-        text: What it holds now.
-        hint: What may stand in it.
+        visit: Request for the page; its form values are kept.
+        button_text: Label of the button that unfolds it.
+        file: Name of the document.
+        text: Its current text.
+        hint: Its format.
     """
     text = get_submitted_text(visit) or text
-    # Ends of lines would be spelled out as other control characters are.
+    # Newlines would be spelled out like other control characters.
     lines = Markup(str(escape(text)).replace("\n", "&#10;").replace("\t", "&#9;"))  # noqa: S704  (escaped)
     content = form(method="post", action=visit.address.path)[
         div(".field")[
@@ -438,16 +439,14 @@ def build_document_form(
 
 
 def get_submitted_text(visit: PageRequest) -> str:
-    """What the form holds; browsers end its lines as HTTP does."""
+    """Returns the text of the form; browsers send CRLF newlines."""
     return visit.form.get("text", [""])[0].replace("\r\n", "\n")
 
 
 def describe_older_version(
     path: str, document: DocumentAnswer, history: DocumentHistoryAnswer
 ) -> Node | None:
-    """What a page says of a version that counts no more; None where it shows the last one, or none
-    was written.
-    """
+    """Returns a notice that a version is outdated; None if it is the latest, or there is none."""
     if document.version in {0, history.versions[0].version if history.versions else 0}:
         return None
     when, to_last = render_time(document.at_ns or 0), a(href=path)["To the last"]
@@ -455,7 +454,7 @@ def describe_older_version(
 
 
 def build_versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
-    """All versions of a document, each of which the page shows at its address."""
+    """Builds the list of all versions of a document, with a link to each."""
     columns = (
         PageColumn(
             "version", "Version", "count", link=lambda row: f"{path}?version={row['version']}"
@@ -547,12 +546,12 @@ _LAST_COLUMNS = (
 
 
 async def compute_triggers(visit: PageRequest) -> FleetTriggersAnswer:
-    """The rules and what they did."""
+    """Returns the rules and their counts."""
     return await visit.answer(FleetTriggersAnswer, TRIGGERS_ROUTE)
 
 
 def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     lead = [
         "For what a host sees by itself (errors, slower steps, hangs) its agent has rules, in ",
         code["agent.toml"],
@@ -573,7 +572,7 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
             lead=lead,
         )
     fired = sum(rule.fired for rule in answer.rules)
-    happened: list[PageRow] = []  # the last that each rule did and was refused
+    happened: list[PageRow] = []  # the last firing and refusal of each rule
     for rule in answer.rules:
         if (last := rule.last) is not None:
             happened.append(
@@ -661,7 +660,7 @@ def _build_rule_row(rule: FleetTriggerAnswer) -> PageRow:
 
 
 def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> Node:
-    """The form by which rules are set."""
+    """Builds the form to change the rules."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may set rules."]
     hint = (
@@ -675,7 +674,7 @@ def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> 
 
 
 async def handle_triggers_action(visit: PageRequest) -> str | Node:
-    """Say what the rules of the form would be about, or set them.
+    """Previews the rules of the form, or saves them.
 
     Raises:
         RequestError: `wrong-config`: what is wrong with them; `not-allowed`.
@@ -718,7 +717,7 @@ OWNERS_EXAMPLE = """[[rule]]
 match = {job = "llm-*", "label.team" = "ranking"}
 set = {division = "ads", product = "feed"}
 """
-_SINCE = "90d"  # of which time it is said what a change moves
+_SINCE = "90d"  # period for which a change is previewed
 _UNATTRIBUTED_PAGE = PageUrl("/attribution", "").changed(
     {"by": "division,job", "at": json.dumps([UNATTRIBUTED]), "since": _SINCE}
 )
@@ -742,10 +741,7 @@ _MOVE_COLUMNS = (
 
 @dataclass(frozen=True)
 class OwnersView:
-    """What the page shows.
-
-    `text`: of the version that the address names; `last`: the number of the last.
-    """
+    """Data of the page."""
 
     document: DocumentAnswer
     rules: tuple[OwnerRule, ...]
@@ -755,7 +751,7 @@ class OwnersView:
 
 
 async def compute_owners(visit: PageRequest) -> OwnersView:
-    """Ask for the rules, their versions, and how much time is nobody's.
+    """Asks for the rules, their versions, and the unattributed device time.
 
     Raises:
         RequestError: `no-such-version`.
@@ -787,7 +783,7 @@ async def compute_owners(visit: PageRequest) -> OwnersView:
 
 
 def build_owners_content(view: OwnersView) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "number": number,
@@ -841,7 +837,7 @@ def build_owners_content(view: OwnersView) -> PageContent:
 
 
 def build_owners_controls(visit: PageRequest, view: OwnersView) -> Node:
-    """The form by which rules are changed."""
+    """Builds the form to change the rules."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the rules."]
     hint = (
@@ -854,7 +850,7 @@ def build_owners_controls(visit: PageRequest, view: OwnersView) -> Node:
 
 
 async def handle_owners_action(visit: PageRequest) -> str | Node:
-    """Say what the rules of the form would change, or save them.
+    """Previews the effect of the rules of the form, or saves them.
 
     Raises:
         RequestError: `bad-owners`, `not-allowed`.
@@ -912,9 +908,9 @@ _HOURS_COLUMN = PageColumn(
 
 @dataclass(frozen=True)
 class PricesView:
-    """What the page shows.
+    """Data of the page.
 
-    `parts`: device time by model of device; `prices`: None where none were written.
+    `parts`: device time by device model; `prices`: None if there are none.
     """
 
     document: DocumentAnswer
@@ -925,7 +921,7 @@ class PricesView:
 
 
 async def compute_prices(visit: PageRequest) -> PricesView:
-    """Ask for the prices, their versions, and the time that they are of.
+    """Asks for the prices, their versions, and the priced device time.
 
     Raises:
         RequestError: `no-such-version`.
@@ -953,7 +949,7 @@ async def compute_prices(visit: PageRequest) -> PricesView:
 
 
 def build_prices_content(view: PricesView) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     prices, total_row = view.prices, view.whole
     older = describe_older_version("/prices", view.document, view.versions)
     since = PageUrl("/prices", f"since={_SINCE}")
@@ -974,7 +970,7 @@ def build_prices_content(view: PricesView) -> PageContent:
             "it has no price",
         ),
     ]
-    if older is None:  # the service counts with the last prices alone
+    if older is None:  # the service uses only the latest prices
         columns.append(
             PageColumn(
                 "cost", "Cost", "number", "of these hours, with their energy", "it has no price"
@@ -1049,7 +1045,7 @@ def build_prices_content(view: PricesView) -> PageContent:
 
 
 def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
-    """The form by which prices are changed."""
+    """Builds the form to change the prices."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the prices."]
     hint = (
@@ -1062,7 +1058,7 @@ def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
 
 
 async def handle_prices_action(visit: PageRequest) -> str | Node:
-    """Say what the prices of the form would change, or save them.
+    """Previews the effect of the prices of the form, or saves them.
 
     Raises:
         RequestError: `bad-prices`, `not-allowed`.

@@ -1,4 +1,4 @@
-"""Whose the time of devices was: by any dimensions in any order, drilled down, and over time."""
+"""The page of device time by owner: dimensions in any order, drill-down, and a chart over time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _STATE_LABELS = {
     "unallocated_ms": "Free",
     "unreachable_ms": "Unreachable",
 }
-_MIN_BOX_SHARE = 0.002  # boxes narrower than this share of the whole are left out of the picture
+_MIN_BOX_SHARE = 0.002  # narrower boxes, as a share of the whole, are not drawn
 _TOP_N_CHOICES = {
     "10": "10 largest parts",
     "20": "20 largest parts",
@@ -63,12 +63,12 @@ _TOP_N_CHOICES = {
     "100": "100 largest parts",
 }
 PartPath = tuple[str, ...]
-"""Of dimensions, outermost first: a part of device time."""
+"""Values of dimensions, outermost first, which identify a part of device time."""
 
 
 @dataclass(frozen=True)
 class AttributionView:
-    """What the page shows. `at`: the part that is looked into, its values outermost first."""
+    """Data of the page. `at`: the selected part, its values outermost first."""
 
     at: PartPath
     whole: QueryResult
@@ -82,10 +82,10 @@ class AttributionView:
 
 
 async def fetch_attribution(request: PageRequest) -> AttributionView:
-    """Ask for the tree, and for the same over time.
+    """Asks for the tree, and for the same over time.
 
     Raises:
-        RequestError: `wrong-request`: the address names no part.
+        RequestError: `wrong-request`: the URL names no part.
     """
     dimensions = request.address.query.get("by", DEFAULT_DIMENSIONS)
     try:
@@ -103,7 +103,7 @@ async def fetch_attribution(request: PageRequest) -> AttributionView:
 
 
 def build_attribution_content(view: AttributionView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     filters = fragment[
         _build_dimension_picker(view.whole.address, view.by),
         build_filter_form(
@@ -188,7 +188,7 @@ def _build_key_figures(view: AttributionView, selected: Mapping[str, Any]) -> li
 
 
 def _draw_icicle_chart(view: AttributionView, tree: Mapping[PartPath, Mapping[str, Any]]) -> Node:
-    """The way to the part over the whole width, and below it what it holds."""
+    """Draws the path to the selected part at full width, and its children below."""
     depth = len(view.at)
     total_ms = tree[view.at]["device_ms"]
     boxes = [_build_box(view, tree[view.at[:level]], level, 0.0, 1.0) for level in range(depth + 1)]
@@ -332,7 +332,7 @@ def _build_parts_table(
 
 
 def build_part_url(address: PageUrl, values: PartPath) -> str:
-    """The page of a part of device time."""
+    """Returns the URL of a part of device time."""
     return address.changed(
         {"at": msgspec.json.encode(values).decode() if values else "", "of-part.leaf": ""}
     )
@@ -351,7 +351,9 @@ def _build_breadcrumbs(view: AttributionView, address: PageUrl) -> list[tuple[st
 
 
 def _build_dimension_picker(address: PageUrl, dimensions: Sequence[str]) -> Node:
-    """The dimensions, each with ways to move it out, or to drop it; and those that can be added."""
+    """Builds the list of dimensions, each with links to move it outwards or remove it, and of those
+    to add.
+    """
 
     def to(names: Sequence[str]) -> str:
         return address.changed({"by": ",".join(names), "at": "", "of-part.leaf": ""})

@@ -1,4 +1,4 @@
-"""One capture: its report, what was found, its files, and what agents measured meanwhile."""
+"""The page of a capture: its report, findings and files, and what agents measured meanwhile."""
 
 from __future__ import annotations
 
@@ -56,21 +56,20 @@ _MAX_OTHERS = 30
 
 @dataclass(frozen=True)
 class CaptureView:
-    """What the page shows."""
+    """Data of the page."""
 
     capture: CaptureAnswer
     of_tables: CaptureFactsAnswer
     findings: list[FleetFinding]
-    others: list[CaptureAnswer]  # that it may be held against: of its job first, the newest first
+    others: list[CaptureAnswer]  # captures to compare with: of the same job first, newest first
 
 
 async def compute_capture(visit: PageRequest) -> CaptureView:
-    """Ask the routes."""
+    """Asks the routes."""
     name = visit.names["id"]
     capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
-    if not any(
-        task.state == "committed" for task in capture.tasks
-    ):  # the tables do not have it yet
+    # It is not in the tables yet.
+    if not any(task.state == "committed" for task in capture.tasks):
         return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
     facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
     findings_answer = await visit.answer(
@@ -91,7 +90,7 @@ async def compute_capture(visit: PageRequest) -> CaptureView:
 
 
 def build_capture_content(view: CaptureView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
     sections = [
@@ -191,9 +190,7 @@ def _build_key_figures(view: CaptureView) -> list[KeyFigure]:
 
 
 def _build_report_frame(view: CaptureView) -> Node:
-    """The report, which is of a stranger's trace: in a frame that has no part in this page, and
-    reaches nothing.
-    """
+    """Builds an isolated frame for the report, as it comes from an untrusted trace."""
     capture = view.capture
     report_url = f"{build_capture_url(capture.id)}/report"
     return fragment[

@@ -1,4 +1,4 @@
-"""What is kept, newest first."""
+"""The page of captures, newest first."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_CAPTURES = 1000
 def build_captures_table(
     captures: list[CaptureAnswer], empty: Node, *, single_job: bool = False
 ) -> PageTable:
-    """The table of captures; `single_job`: all are of one, which need not be named."""
+    """Builds a table of captures; without the job column for a `single_job`."""
     rows: list[PageRow] = [
         {
             "id": capture.id,
@@ -59,14 +59,14 @@ def build_captures_table(
 
 
 async def compute_captures(visit: PageRequest) -> list[CaptureAnswer]:
-    """Captures received before an instant that the address names, or the last ones."""
+    """Returns the latest captures, or those before the instant in the URL."""
     before = visit.address.query.get("before", "0")
     query = {"most": str(_MAX_CAPTURES), "before_ns": before}
     return (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
 
 
 def build_captures_content(captures: list[CaptureAnswer]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     empty = fragment[
         p[
             "Nothing is kept yet. ",

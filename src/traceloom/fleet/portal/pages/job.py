@@ -1,4 +1,4 @@
-"""One job, the request form, requests and one request."""
+"""The pages of a job, with its form to request a trace, of all requests and of one request."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ REQUEST_COLUMNS = (
 
 
 def describe_length(request: FleetRequestAnswer) -> str:
-    """How long is traced, in words."""
+    """Describes the length of a trace in words."""
     if request.wanted.steps is not None:
         return units.format_quantity(request.wanted.steps, "step")
     return units.format_duration(int((request.wanted.duration_s or 0.0) * 1e9))
@@ -79,7 +79,7 @@ def describe_length(request: FleetRequestAnswer) -> str:
 def build_requests_table(
     requests: list[FleetRequestAnswer], *, single_job: bool = False
 ) -> PageTable:
-    """The table of requests, newest first; `single_job`: all are of one, which need not be named."""
+    """Builds a table of requests, newest first; without the job column for a `single_job`."""
     rows: list[PageRow] = [
         {
             "id": request.id,
@@ -107,14 +107,14 @@ def build_requests_table(
 
 
 async def compute_requests(visit: PageRequest) -> list[FleetRequestAnswer]:
-    """Requests, newest first."""
+    """Returns requests, newest first."""
     return (
         await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
     ).requests
 
 
 def build_requests_content(requests: list[FleetRequestAnswer]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     states = [request.state for request in requests]
     running = sum(state not in ENDED_FLEET_STATES for state in states)
     numbers = [
@@ -202,7 +202,7 @@ PROCESS_COLUMNS = (
 
 @dataclass(frozen=True)
 class JobView:
-    """What the page shows."""
+    """Data of the page."""
 
     name: str
     detail: JobDetailAnswer
@@ -213,7 +213,7 @@ class JobView:
 
 
 async def compute_job(visit: PageRequest) -> JobView:
-    """Ask the routes."""
+    """Asks the routes."""
     job = visit.names["job"]
     requests_answer = await visit.answer(
         FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"}
@@ -234,7 +234,7 @@ async def compute_job(visit: PageRequest) -> JobView:
 
 
 def build_job_content(view: JobView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     job = view.detail.job
     no_captures = fragment[
         p[
@@ -290,7 +290,7 @@ def build_job_content(view: JobView) -> PageContent:
 
 
 def build_findings_table(findings: list[FleetFinding], *, show_capture: bool = True) -> PageTable:
-    """Findings, each with what it saves; their names lead to what they mean."""
+    """Builds a table of findings with their savings; names link to their meaning."""
     columns = FINDING_COLUMNS if show_capture else FINDING_COLUMNS[:-1]
     return PageTable(
         "findings",
@@ -338,7 +338,7 @@ def _build_key_figures(view: JobView) -> list[KeyFigure]:
 
 
 def build_job_controls(visit: PageRequest, view: JobView) -> Node:
-    """The form by which a trace is asked for; for who may not, what would let them."""
+    """Builds the form to request a trace, or a note on what a reader without permission needs."""
     if view.detail.job is None:
         return None
     if not visit.may("requester"):
@@ -415,7 +415,7 @@ def _build_request_form(visit: PageRequest) -> Node:
 
 
 async def handle_job_action(visit: PageRequest) -> str:
-    """Ask for the trace; its page comes next.
+    """Requests the trace; redirects to its page.
 
     Raises:
         RequestError: `wrong-request`, `not-allowed`, `no-such-job`.
@@ -484,12 +484,12 @@ TARGET_COLUMNS = (
 
 
 async def compute_request(visit: PageRequest) -> FleetRequestAnswer:
-    """The request."""
+    """Returns the request."""
     return await visit.answer(FleetRequestAnswer, "/api/v1/requests/{id}", id=visit.names["id"])
 
 
 def build_request_content(request: FleetRequestAnswer) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     hosts: list[PageRow] = [
         {
             "host": host.host,
@@ -572,7 +572,7 @@ def _draw_progress(request: FleetRequestAnswer) -> Node:
 
 
 def _format_ranks(ranks: list[int]) -> str:
-    """0, 1, 2, 5 as `0-2, 5`."""
+    """Formats ranks as ranges: 0, 1, 2, 5 as `0-2, 5`."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -583,7 +583,7 @@ def _format_ranks(ranks: list[int]) -> str:
 
 
 def build_request_controls(visit: PageRequest, request: FleetRequestAnswer) -> Node:
-    """Its end before its time, for who asked for it and for operators."""
+    """Builds the cancel button, for the requester and operators."""
     is_own = request.who == visit.token.name and visit.may("requester")
     if request.state in ENDED_FLEET_STATES or not (is_own or visit.may("operator")):
         return None
@@ -593,7 +593,7 @@ def build_request_controls(visit: PageRequest, request: FleetRequestAnswer) -> N
 
 
 async def handle_request_action(visit: PageRequest) -> str:
-    """Cancel it.
+    """Cancels the request.
 
     Raises:
         RequestError: `not-allowed`, `no-such-request`.

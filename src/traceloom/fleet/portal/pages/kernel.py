@@ -1,4 +1,4 @@
-"""One kernel, one regression, two captures compared."""
+"""The pages of regressions, of one regression, of a kernel, and of two captures compared."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _CAUSE_TEXTS = {
 
 
 async def compute_regressions(visit: PageRequest) -> QueryResult:
-    """Ask for them."""
+    """Asks the question."""
     return await fetch_answer(visit, "regressions", top=str(ALL_CHANGES_QUERY.top))
 
 
 def build_change_url(address: PageUrl, row: Mapping[str, Any]) -> str:
-    """The page of a change, about the same time and filters."""
+    """Returns the URL of a change with the same time range and filters."""
     names = {name: str(row[name]) for name in ("shapes", "device_model") if row[name] is not None}
     return build_page_url(
         "/regressions/change", address, kernel=str(row["kernel"]), at=str(row["since_ns"]), **names
@@ -70,20 +70,20 @@ def build_change_url(address: PageUrl, row: Mapping[str, Any]) -> str:
 
 
 def format_change(change: float) -> str:
-    """A change in words: `9.1× as long`, `26.0 % longer`, `50.0 % shorter`."""
+    """Formats a change in words: `9.1× as long`, `26.0 % longer`, `50.0 % shorter`."""
     if change >= 1:
         return f"{1 + change:.1f}× as long"
     return f"{units.format_percent(abs(change))} % {'longer' if change > 0 else 'shorter'}"
 
 
 def describe_change(row: Mapping[str, Any]) -> str:
-    """What changed and why, as far as it is known."""
+    """Describes a change and its cause, as far as known."""
     certain = {"shown": "", "possible": " (possible: no job can tell)", "none": ""}[row["evidence"]]
     return f"takes {format_change(row['change'])}, {_CAUSE_TEXTS[row['cause']]}{certain}"
 
 
 def build_regressions_content(result: QueryResult) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     asking = build_filter_form(result.address)
     rows = result.tables["changes"]
     slower = [row for row in rows if row["change"] > 0 and row["cause"] not in MIX_CAUSES]
@@ -164,7 +164,7 @@ REGRESSIONS_PAGE = Page(
 )
 
 VERSION_COLOURS = ("compute", "communication", "memory", "annotation", "launch", "other")
-"""Colours of versions of a program, by the time of their first job; the last is of all others."""
+"""Colours of program versions, by the time of their first job; the last one is for all others."""
 
 _JOB_COLUMNS = ("start_ns", "job", "mean_ns", "count", "total_ns", "code", "torch", "capture")
 _SHAPE_COLUMNS = ("shapes", "device_model", "op", "total_ns", "fraction", "count")
@@ -173,7 +173,7 @@ _CHANGE_COLUMNS = ("since_ns", "shapes", "change", "before_ns", "after_ns", "cau
 
 @dataclass(frozen=True)
 class KernelView:
-    """What the page shows."""
+    """Data of the page."""
 
     kernel: str
     shapes: str
@@ -184,10 +184,10 @@ class KernelView:
 
 
 async def compute_kernel(visit: PageRequest) -> KernelView:
-    """Ask for its history, its shapes and its changes.
+    """Asks for the kernel's history, shapes and changes.
 
     Raises:
-        RequestError: `wrong-request`: the address names no kernel.
+        RequestError: `wrong-request`: the URL names no kernel.
     """
     kernel, shapes = visit.address.query.get("kernel", ""), visit.address.query.get("shapes", "")
     if not kernel:
@@ -207,7 +207,7 @@ async def compute_kernel(visit: PageRequest) -> KernelView:
 
 
 def build_kernel_content(view: KernelView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     asking = build_filter_form(view.history.address, preserved=("kernel", "shapes"))
     address, rows = view.history.address, view.history.tables["rows"]
     jobs = PageTable(
@@ -300,7 +300,9 @@ def build_kernel_content(view: KernelView) -> PageContent:
 
 
 def draw_history(view: KernelView) -> Node:
-    """Its duration in each job over time, with the levels before and after each change."""
+    """Draws the kernel's duration in each job over time, with the levels before and after each
+    change.
+    """
     rows = view.history.tables["rows"]
     if not rows:
         return None
@@ -353,20 +355,20 @@ KERNEL_PAGE = Page(
 
 
 def build_comparison_url(base: str, new: str) -> str:
-    """The page of a capture against another one."""
+    """Returns the URL of the comparison of two captures."""
     return f"/compare?{urlencode({'base': base, 'new': new})}"
 
 
 @dataclass(frozen=True)
 class CapturePair:
-    """What is compared."""
+    """The captures to compare."""
 
     base: CaptureAnswer
     new: CaptureAnswer
 
 
 async def compute_comparison(visit: PageRequest) -> CapturePair:
-    """Ask for both.
+    """Asks for both captures.
 
     Raises:
         RequestError: `no-such-capture`.
@@ -387,7 +389,7 @@ async def compute_comparison(visit: PageRequest) -> CapturePair:
 
 
 def build_comparison_content(both: CapturePair) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     report_url = f"/captures/{quote(both.new.id, safe='')}/against/{quote(both.base.id, safe='')}"
     frame = iframe(
         ".report",
@@ -436,7 +438,7 @@ _REGRESSION_JOB_COLUMNS = ("job", "mean_ns", "total_ns", "code", "start_ns", "ca
 
 @dataclass(frozen=True)
 class ChangeView:
-    """What the page shows."""
+    """Data of the page."""
 
     change: dict[str, Any]
     changed: QueryResult
@@ -444,19 +446,18 @@ class ChangeView:
 
 
 async def compute_regression(visit: PageRequest) -> ChangeView:
-    """Look for the change that the address names, and for the jobs around it.
+    """Finds the change named in the URL, and the jobs around it.
 
     Raises:
-        RequestError: `no-such-change`: it is none, or not any more with the captures that there are now.
+        RequestError: `no-such-change`: there is none, or no longer one with the current captures.
     """
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")
     changed = await fetch_answer(
         visit, "regressions", kernel=build_name_filter(kernel), top="1000", shapes=""
     )
-    model = query.get(
-        "device_model"
-    )  # a filter too: of a mix over models of devices the row itself has none
+    # Also a filter: a row about the mix over device models has none itself.
+    model = query.get("device_model")
     matches = [
         dict(row)
         for row in changed.tables["changes"]
@@ -475,7 +476,7 @@ async def compute_regression(visit: PageRequest) -> ChangeView:
 
 
 def build_regression_content(view: ChangeView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     change, address = view.change, view.changed.address
     rows = view.history.tables["rows"]
     rows_by_job = {row["job"]: row for row in rows}

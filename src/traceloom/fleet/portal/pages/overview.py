@@ -1,4 +1,4 @@
-"""Fleet, hosts, host, jobs at this moment."""
+"""The pages of the fleet, hosts, a host, and jobs at this moment."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ JOBS_COLUMNS = (
 
 
 async def compute_jobs(visit: PageRequest) -> list[FleetJobAnswer]:
-    """Jobs that run now, by name."""
+    """Returns running jobs, sorted by name."""
     return (await visit.answer(FleetJobsAnswer, "/api/v1/jobs")).jobs
 
 
 def build_job_row(job: FleetJobAnswer) -> PageRow:
-    """A job as a row of `COLUMNS`."""
+    """Builds a job's row of `JOBS_COLUMNS`."""
     return {
         "job": job.job,
         "user": job.user,
@@ -94,7 +94,7 @@ def build_job_row(job: FleetJobAnswer) -> PageRow:
 
 
 def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
-    """The table of jobs."""
+    """Builds the table of jobs."""
     empty = fragment[
         p[
             "No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"
@@ -112,7 +112,7 @@ def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
 
 
 def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     ready = sum(job.traceable > 0 for job in jobs)
     numbers = [
         KeyFigure("Jobs", units.format_count(len(jobs)), "that run now"),
@@ -147,30 +147,30 @@ JOBS_PAGE = Page(
 
 _DAY_NS = 24 * 3600 * 10**9
 _TOPLINE_URL = "/topline?since=1d"
-_MAX_PROBLEMS_PER_KIND = 8  # of what is wrong, of each kind
+_MAX_PROBLEMS_PER_KIND = 8  # max problems shown of each kind
 DEVICE_STATES: tuple[tuple[DeviceState, str, str], ...] = (
     ("busy", "Busy", "compute"),
     ("idle-allocated", "Held, idle", "communication"),
     ("unallocated", "Free", "idle"),
     ("unreachable", "Silent", "blocking"),
 )
-"""State of a device, how it is called, its colour group."""
+"""State of a device, label, colour group."""
 
 
 @dataclass(frozen=True)
 class FleetView:
-    """What the page shows."""
+    """Data of the page."""
 
     now: FleetStatusAnswer
     hosts: list[HostAnswer]
     jobs: list[FleetJobAnswer]
     failed: list[FleetRequestAnswer]  # requests of the last day
     open: list[FleetRequestAnswer]
-    trouble: FleetProblemsAnswer | HttpError  # why it is not known
+    trouble: FleetProblemsAnswer | HttpError  # the error why problems are unknown
 
 
 async def compute_overview(visit: PageRequest) -> FleetView:
-    """Ask the routes."""
+    """Asks the routes."""
     now = await visit.answer(FleetStatusAnswer, "/api/v1/now")
     hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
     running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
@@ -182,9 +182,8 @@ async def compute_overview(visit: PageRequest) -> FleetView:
     problems: FleetProblemsAnswer | HttpError
     try:
         problems = await visit.answer(FleetProblemsAnswer, "/api/v1/trouble")
-    except (
-        HttpError
-    ) as error:  # it takes most work; what runs and who is silent are known without it
+    except HttpError as error:
+        # Problems are the most expensive query; the rest of the page works without them.
         problems = error
     return FleetView(
         now,
@@ -197,7 +196,7 @@ async def compute_overview(visit: PageRequest) -> FleetView:
 
 
 def build_overview_content(view: FleetView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     now = view.now
     wrong = _list_problems(view)
     sections = [
@@ -280,8 +279,9 @@ def _draw_devices(view: FleetView) -> Node:
 
 
 def _list_problems(view: FleetView) -> list[Node]:
-    """What to look at, of each kind the first, and how many there are more; what stops work stands
-    first.
+    """Lists the first problems of each kind, and the number of further ones.
+
+    Problems that stop work come first.
     """
     lost = [host for host in view.hosts if host.lost]
     troubled = [
@@ -293,7 +293,7 @@ def _list_problems(view: FleetView) -> list[Node]:
         unknown = [["Whether kernels became slower is not known now: ", problems.message]]
         problems = FleetProblemsAnswer(slower=[], quarantined=[])
     slower: dict[str, SlowerKernel] = {}
-    for kernel in problems.slower:  # what costs most first, of each kernel once
+    for kernel in problems.slower:  # most expensive first, each kernel once
         slower.setdefault(kernel.kernel, kernel)
     hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
@@ -417,17 +417,17 @@ HOST_COLUMNS = (
 
 
 def get_host_state(host: HostAnswer) -> str:
-    """`here`, `lost` or `never`."""
+    """Returns `here`, `lost` or `never`."""
     return "never" if host.heard_ns is None else "lost" if host.lost else "here"
 
 
 async def compute_hosts(visit: PageRequest) -> list[HostAnswer]:
-    """Hosts, by name."""
+    """Returns hosts, sorted by name."""
     return (await visit.answer(HostsAnswer, "/api/v1/hosts")).hosts
 
 
 def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
-    """What is shown of them."""
+    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "host": host.host,
@@ -479,7 +479,7 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
 
 
 def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
-    """The form by which a host may join, for operators."""
+    """Builds the form to enrol a host, for operators."""
     if not visit.may("operator"):
         return None
     content = form(method="post")[
@@ -504,7 +504,7 @@ def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
 
 
 async def handle_hosts_action(visit: PageRequest) -> Node:
-    """Make a token of enrolment, and show it, once.
+    """Creates an enrolment token, and shows it once.
 
     Raises:
         RequestError: `wrong-request`, `not-allowed`.
@@ -584,14 +584,14 @@ PROCESS_COLUMNS = (
 
 @dataclass(frozen=True)
 class HostView:
-    """What the page shows."""
+    """Data of the page."""
 
     detail: HostDetailAnswer
     usage: list[UsagePeriod]
 
 
 async def compute_host(visit: PageRequest) -> HostView:
-    """Ask the routes."""
+    """Asks the routes."""
     host = visit.names["host"]
     detail = await visit.answer(HostDetailAnswer, "/api/v1/hosts/{host}", host=host)
     used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"host": host, "hours": "6"})
@@ -599,7 +599,7 @@ async def compute_host(visit: PageRequest) -> HostView:
 
 
 def build_process_row(process: HostProcess) -> PageRow:
-    """A process as a row of `PROCESS_COLUMNS`."""
+    """Builds a process's row of `PROCESS_COLUMNS`."""
     return {
         "pid": process.pid,
         "job": process.job,
@@ -614,7 +614,7 @@ def build_process_row(process: HostProcess) -> PageRow:
 
 
 def draw_usage(usage: list[UsagePeriod], label: str) -> Node:
-    """Device time by state over time."""
+    """Draws device time by state over time."""
     usage_by_state: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for row in usage:
         usage_by_state[row.state][row.time_ns] += row.device_ms
@@ -628,7 +628,7 @@ def draw_usage(usage: list[UsagePeriod], label: str) -> Node:
 
 
 def build_host_content(view: HostView) -> PageContent:
-    """What is shown of it."""
+    """Builds the content of the page."""
     host, devices = view.detail.host, view.detail.devices
     rows = [build_process_row(process) for process in view.detail.processes]
     is_heard = host.heard_ns is not None
@@ -732,7 +732,7 @@ def _build_device_row(device: DeviceStatus) -> PageRow:
 
 
 def build_host_controls(visit: PageRequest, view: HostView) -> Node:
-    """Let it go, for operators."""
+    """Builds the button to remove the host, for operators."""
     if not visit.may("operator"):
         return None
     question = p["Its agent is refused from then on; what it sent is kept."]
@@ -740,7 +740,7 @@ def build_host_controls(visit: PageRequest, view: HostView) -> Node:
 
 
 async def handle_host_action(visit: PageRequest) -> str:
-    """Let the host belong to the fleet no more.
+    """Removes the host from the fleet.
 
     Raises:
         RequestError: `not-allowed`, `no-such-host`.
