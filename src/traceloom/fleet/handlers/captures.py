@@ -71,7 +71,7 @@ class FleetRequestContext:
         """Decodes the body of the request.
 
         Raises:
-            RequestError: `too-large`, `wrong-request`, `too-slow`.
+            HttpError: `too-large`, `wrong-request`, `too-slow`.
         """
         return await decode_body(self.request, kind, BODY_BYTES, "send less at once")
 
@@ -79,7 +79,7 @@ class FleetRequestContext:
         """Decodes the query string.
 
         Raises:
-            RequestError: `wrong-request`.
+            HttpError: `wrong-request`.
         """
         return decode_query(self.request, kind)
 
@@ -87,7 +87,7 @@ class FleetRequestContext:
         """Returns the capture named in the path.
 
         Raises:
-            RequestError: `no-such-capture`.
+            HttpError: `no-such-capture`.
         """
         capture = await asyncio.to_thread(
             self.service.state.capture, self.request.path_params["id"]
@@ -100,7 +100,7 @@ class FleetRequestContext:
         """Returns the capture named in the path, if the client is its uploader or an operator.
 
         Raises:
-            RequestError: `no-such-capture`, `not-allowed`.
+            HttpError: `no-such-capture`, `not-allowed`.
         """
         capture = await self.capture()
         if capture.uploader != self.token.name and not has_role(self.token, "operator"):
@@ -111,7 +111,7 @@ class FleetRequestContext:
         """Returns the file of a capture named in the path.
 
         Raises:
-            RequestError: `no-such-file`.
+            HttpError: `no-such-file`.
         """
         name = self.request.path_params["name"]
         for file in capture.files:
@@ -123,7 +123,7 @@ class FleetRequestContext:
         """Returns the registry of hosts.
 
         Raises:
-            RequestError: `not-leading`: another service of this state leads; retry later.
+            HttpError: `not-leading`: another service of this state leads; retry later.
         """
         if self.service.hosts is None:
             raise HttpError(
@@ -135,7 +135,7 @@ class FleetRequestContext:
         """Returns the trigger engine.
 
         Raises:
-            RequestError: `not-leading`, as of `hosts`.
+            HttpError: `not-leading`, as of `hosts`.
         """
         self.hosts()
         assert self.service.triggers is not None, "both are there, or none"
@@ -145,7 +145,7 @@ class FleetRequestContext:
         """Returns the trace request named in the path.
 
         Raises:
-            RequestError: `no-such-request`; `not-leading`, as of `hosts`.
+            HttpError: `no-such-request`; `not-leading`, as of `hosts`.
         """
         request = self.hosts().requests.get(self.request.path_params["id"])
         if request is None:

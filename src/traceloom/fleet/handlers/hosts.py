@@ -270,7 +270,7 @@ def check_own_job(context: FleetRequestContext, job: str) -> None:
     """Checks that the client may trace a job and make statements about it.
 
     Raises:
-        RequestError: `not-allowed`.
+        HttpError: `not-allowed`.
     """
     users = context.hosts().users_of(job) - {
         context.token.name,

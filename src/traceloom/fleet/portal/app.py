@@ -124,7 +124,7 @@ class SessionAuthentication:
         """Opens a session for a token; returns its secret.
 
         Raises:
-            RequestError: `too-many-requests`; `unknown-token`, for any invalid token.
+            HttpError: `too-many-requests`; `unknown-token`, for any invalid token.
         """
         self.tries.take(request.client.host if request.client else "")
         token = await asyncio.to_thread(self.state.token, token_text)
@@ -173,7 +173,7 @@ def check_csrf(request: Request) -> None:
     """Refuses cross-site requests (CSRF).
 
     Raises:
-        RequestError: `wrong-origin`.
+        HttpError: `wrong-origin`.
     """
     origin = request.headers.get("origin", "")
     site = request.headers.get("sec-fetch-site", "same-origin")

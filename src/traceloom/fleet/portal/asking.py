@@ -90,7 +90,7 @@ async def fetch_answer(visit: PageRequest, name: str, **fixed: str) -> QueryResu
         fixed: Parameters that override those of the URL.
 
     Raises:
-        RequestError: It is refused.
+        HttpError: It is refused.
         AnswerPendingError: The answer takes longer than the page waits.
     """
     question = QUESTION[name]

@@ -146,7 +146,7 @@ class LivePages:
         """Checks that another page can be followed.
 
         Raises:
-            RequestError: `busy`.
+            HttpError: `busy`.
         """
         if key not in self.streams and len(self.streams) >= _MAX_STREAMS:
             raise HttpError(503, "too many pages are read now", slug="busy", retry_s=10)

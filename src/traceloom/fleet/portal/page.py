@@ -196,7 +196,7 @@ class Page(Generic[T]):
         """Computes and builds its content.
 
         Raises:
-            RequestError: A route refuses.
+            HttpError: A route refuses.
         """
         return self.content(await self.compute(visit))
 
@@ -548,7 +548,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     """Parses ranks such as `0, 3, 8-11`; empty text gives (), which means all.
 
     Raises:
-        RequestError: `wrong-request`.
+        HttpError: `wrong-request`.
     """
     ranks: set[int] = set()
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -566,7 +566,7 @@ def parse_positive_number(text: str, subject: str, kind: type[int | float]) -> f
     """Parses a number above 0; None if the text is empty.
 
     Raises:
-        RequestError: `wrong-request`.
+        HttpError: `wrong-request`.
     """
     if not text:
         return None

@@ -105,7 +105,7 @@ class PageRequest:
             path_params: The parts of its path.
 
         Raises:
-            RequestError: It refuses.
+            HttpError: It refuses.
         """
         answer = await self._call_route(path, method, body, query or {}, path_params)
         assert isinstance(answer, answer_type)
@@ -119,7 +119,7 @@ class PageRequest:
             query: Its parameters.
 
         Raises:
-            RequestError: It refuses.
+            HttpError: It refuses.
             AnswerPendingError: The answer takes longer than the page waits.
         """
         if self.max_wait_s is None:
@@ -136,7 +136,7 @@ class PageRequest:
         """Calls a route that responds with a file or a page.
 
         Raises:
-            RequestError: It refuses.
+            HttpError: It refuses.
         """
         answer = await self._call_route(path, "GET", None, {}, path_params)
         assert isinstance(answer, Response)
@@ -175,7 +175,7 @@ async def read_form(request: Request) -> dict[str, list[str]]:
     """Returns the fields of a submitted form.
 
     Raises:
-        RequestError: `too-large`, `wrong-request`.
+        HttpError: `too-large`, `wrong-request`.
     """
     body = await read_limited_body(
         request.stream(), request.headers.get("content-length", ""), MAX_FORM_BYTES, "send less"

@@ -183,7 +183,7 @@ class QueryService:
         """Runs a computation in a thread.
 
         Raises:
-            RequestError: `wrong-request`, and the slugs of any `UsageError` of the computation;
+            HttpError: `wrong-request`, and the slugs of any `UsageError` of the computation;
                 `busy`: too many questions at once; `slow-question`: it takes too long.
         """
         return await self._answer_of(self._begin(compute))
@@ -192,7 +192,7 @@ class QueryService:
         """Returns the rows that a query selects, by the current rules and prices. Blocks.
 
         Raises:
-            RequestError: `wrong-request`.
+            HttpError: `wrong-request`.
         """
         period = Period.of(query, self.clock())
         return self._frames(

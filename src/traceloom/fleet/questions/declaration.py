@@ -174,7 +174,7 @@ class Period(NamedTuple):
         """Returns the time range of a query.
 
         Raises:
-            RequestError: `wrong-request`: an invalid time, or the end is before the beginning.
+            HttpError: `wrong-request`: an invalid time, or the end is before the beginning.
         """
         since_ns = parse_time(query.since, now_ns)
         until_ns = parse_time(query.until, now_ns) if query.until else now_ns

@@ -143,7 +143,7 @@ async def call_route(route: FleetRoute, context: FleetRequestContext) -> msgspec
     The audit log names the action as in `context.request.state.what`.
 
     Raises:
-        RequestError: `not-allowed` for a token with another role, `no-such-route` for names that no
+        HttpError: `not-allowed` for a token with another role, `no-such-route` for names that no
             database can store.
     """
     if any("\0" in str(name) for name in context.request.path_params.values()):
@@ -162,7 +162,7 @@ async def check_role(context: FleetRequestContext, role: Role | None) -> None:
     """Refuses a client whose token lacks a role, and records that in the audit log.
 
     Raises:
-        RequestError: `not-allowed`.
+        HttpError: `not-allowed`.
     """
     if role is not None and not has_role(context.token, role):
         await asyncio.to_thread(

@@ -180,7 +180,7 @@ class HostRegistry:
         """Enrols a host.
 
         Raises:
-            RequestError: `unknown-token`; `host-exists`: another host has the name.
+            HttpError: `unknown-token`; `host-exists`: another host has the name.
         """
         host = await asyncio.to_thread(self.state.take_enrolment, enrolment.token, enrolment.host)
         if host is None:
@@ -213,7 +213,7 @@ class HostRegistry:
         """Checks the credential of a host.
 
         Raises:
-            RequestError: `unknown-host`.
+            HttpError: `unknown-host`.
         """
         if not hmac.compare_digest(self.members.get(host, ""), hash_secret(credential)):
             raise HttpError(
@@ -227,7 +227,7 @@ class HostRegistry:
         """Removes a host from the fleet.
 
         Raises:
-            RequestError: `no-such-host`.
+            HttpError: `no-such-host`.
         """
         if not await asyncio.to_thread(self.state.remove_host, host):
             raise HttpError(
@@ -320,7 +320,7 @@ class HostRegistry:
                 returned instead; "": always a new one.
 
         Raises:
-            RequestError: `wrong-request`; `no-such-job`: no recently active host has such
+            HttpError: `wrong-request`; `no-such-job`: no recently active host has such
                 processes.
         """
         if not spec.job:
@@ -478,7 +478,7 @@ class HostRegistry:
         """Processes a host's report; returns its files that are missing.
 
         Raises:
-            RequestError: `no-such-request`: the host has no such request, or it has ended.
+            HttpError: `no-such-request`: the host has no such request, or it has ended.
         """
         progress = self._progress(host, request)
         missing: list[str] = []
@@ -511,7 +511,7 @@ class HostRegistry:
 
         Raises:
             OutputError: `cannot-write`: the disk is full.
-            RequestError: `no-such-request`; `no-such-file`: it was not reported; `wrong-file`: it
+            HttpError: `no-such-request`; `no-such-file`: it was not reported; `wrong-file`: it
                 differs from the report.
         """
         files = {file.name: file for file in self._progress(host, request).files}

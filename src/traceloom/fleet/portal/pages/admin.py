@@ -191,7 +191,7 @@ async def handle_tokens_action(visit: PageRequest) -> str | Node:
     """Creates a token and shows it once, or revokes one.
 
     Raises:
-        RequestError: `wrong-request`, `token-exists`, `no-such-token`.
+        HttpError: `wrong-request`, `token-exists`, `no-such-token`.
     """
     if name := visit.field("revoke"):
         await visit.answer(RevokedAnswer, "/api/v1/tokens/{name}", method="DELETE", name=name)
@@ -352,7 +352,7 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
     """Adds a webhook and shows its secret once, sends a test event, or removes a webhook.
 
     Raises:
-        RequestError: `wrong-request`, `webhook-exists`, `no-such-webhook`, and why a URL is
+        HttpError: `wrong-request`, `webhook-exists`, `no-such-webhook`, and why a URL is
             refused.
     """
     if visit.field("do") == "remove":
@@ -677,7 +677,7 @@ async def handle_triggers_action(visit: PageRequest) -> str | Node:
     """Previews the rules of the form, or saves them.
 
     Raises:
-        RequestError: `wrong-config`: what is wrong with them; `not-allowed`.
+        HttpError: `wrong-config`: what is wrong with them; `not-allowed`.
     """
     saves = visit.field("do") == "save"
     body = FleetTriggersBody(toml=get_submitted_text(visit), dry_run=not saves)
@@ -754,7 +754,7 @@ async def compute_owners(visit: PageRequest) -> OwnersView:
     """Asks for the rules, their versions, and the unattributed device time.
 
     Raises:
-        RequestError: `no-such-version`.
+        HttpError: `no-such-version`.
     """
     version = visit.address.query.get("version", "")
     document = await visit.answer(
@@ -853,7 +853,7 @@ async def handle_owners_action(visit: PageRequest) -> str | Node:
     """Previews the effect of the rules of the form, or saves them.
 
     Raises:
-        RequestError: `bad-owners`, `not-allowed`.
+        HttpError: `bad-owners`, `not-allowed`.
     """
     saves = visit.field("do") == "save"
     body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}
@@ -924,7 +924,7 @@ async def compute_prices(visit: PageRequest) -> PricesView:
     """Asks for the prices, their versions, and the priced device time.
 
     Raises:
-        RequestError: `no-such-version`.
+        HttpError: `no-such-version`.
     """
     version = visit.address.query.get("version", "")
     document = await visit.answer(
@@ -1061,7 +1061,7 @@ async def handle_prices_action(visit: PageRequest) -> str | Node:
     """Previews the effect of the prices of the form, or saves them.
 
     Raises:
-        RequestError: `bad-prices`, `not-allowed`.
+        HttpError: `bad-prices`, `not-allowed`.
     """
     saves = visit.field("do") == "save"
     body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}

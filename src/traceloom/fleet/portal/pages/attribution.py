@@ -85,7 +85,7 @@ async def fetch_attribution(request: PageRequest) -> AttributionView:
     """Asks for the tree, and for the same over time.
 
     Raises:
-        RequestError: `wrong-request`: the URL names no part.
+        HttpError: `wrong-request`: the URL names no part.
     """
     dimensions = request.address.query.get("by", DEFAULT_DIMENSIONS)
     try:

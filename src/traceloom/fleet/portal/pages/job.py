@@ -418,7 +418,7 @@ async def handle_job_action(visit: PageRequest) -> str:
     """Requests the trace; redirects to its page.
 
     Raises:
-        RequestError: `wrong-request`, `not-allowed`, `no-such-job`.
+        HttpError: `wrong-request`, `not-allowed`, `no-such-job`.
     """
     length_kind, length = visit.field("by"), visit.field("length")
     steps, seconds = (length, "") if length_kind == "steps" else ("", length)
@@ -596,7 +596,7 @@ async def handle_request_action(visit: PageRequest) -> str:
     """Cancels the request.
 
     Raises:
-        RequestError: `not-allowed`, `no-such-request`.
+        HttpError: `not-allowed`, `no-such-request`.
     """
     await visit.answer(
         FleetRequestAnswer, "/api/v1/requests/{id}", method="DELETE", id=visit.names["id"]

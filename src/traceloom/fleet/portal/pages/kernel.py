@@ -187,7 +187,7 @@ async def compute_kernel(visit: PageRequest) -> KernelView:
     """Asks for the kernel's history, shapes and changes.
 
     Raises:
-        RequestError: `wrong-request`: the URL names no kernel.
+        HttpError: `wrong-request`: the URL names no kernel.
     """
     kernel, shapes = visit.address.query.get("kernel", ""), visit.address.query.get("shapes", "")
     if not kernel:
@@ -371,7 +371,7 @@ async def compute_comparison(visit: PageRequest) -> CapturePair:
     """Asks for both captures.
 
     Raises:
-        RequestError: `no-such-capture`.
+        HttpError: `no-such-capture`.
     """
     query = visit.address.query
     if not query.get("base") or not query.get("new"):
@@ -449,7 +449,7 @@ async def compute_regression(visit: PageRequest) -> ChangeView:
     """Finds the change named in the URL, and the jobs around it.
 
     Raises:
-        RequestError: `no-such-change`: there is none, or no longer one with the current captures.
+        HttpError: `no-such-change`: there is none, or no longer one with the current captures.
     """
     query = visit.address.query
     kernel, shapes = query.get("kernel", ""), query.get("shapes")

@@ -507,7 +507,7 @@ async def handle_hosts_action(visit: PageRequest) -> Node:
     """Creates an enrolment token, and shows it once.
 
     Raises:
-        RequestError: `wrong-request`, `not-allowed`.
+        HttpError: `wrong-request`, `not-allowed`.
     """
     days = parse_positive_number(visit.field("days"), "the number of days", float) or 1.0
     body = EnrolmentBody(host=visit.field("host"), days=days)
@@ -743,7 +743,7 @@ async def handle_host_action(visit: PageRequest) -> str:
     """Removes the host from the fleet.
 
     Raises:
-        RequestError: `not-allowed`, `no-such-host`.
+        HttpError: `not-allowed`, `no-such-host`.
     """
     await visit.answer(
         RemovedHostAnswer, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"]
