@@ -174,12 +174,12 @@ Share: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 
 
 class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
-    """What every rule says: of which jobs (`where`, with * and ?), whom of a job, how, and how
-    often at most.
+    """Settings of every rule: jobs (`where`, with * and ?), ranks, what to trace, and how often at
+    most.
 
-    `target`: all ranks of the job, or the slowest and one in the middle, by the steps that hosts
-    tell of; `ranks` and `hosts`: these alone. Without `steps` and `duration` it is three steps.
-    `cooldown`: seconds, of the rule and a job.
+    `target`: all ranks of the job, or the slowest and a median one by the step rates that hosts
+    report; `ranks` and `hosts`: only these. Without `steps` and `duration`, three steps are traced.
+    `cooldown`: seconds, per rule and job.
     """
 
     name: Annotated[str, Meta(pattern=NAME)]
@@ -225,22 +225,20 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
 
 
 class FleetCadenceRule(FleetRule, frozen=True, kw_only=True, tag="cadence"):
-    """Each day (UTC) a share of the jobs, once each, within their first hour of the day."""
+    """Each day (UTC) traces a share of the jobs, once each, within their first hour of the day."""
 
     share: Share
 
 
 class UsageRule(FleetRule, frozen=True, kw_only=True, tag="usage"):
-    """A job computes in less than a share of its device time, in the last whole minutes that hosts
-    told of.
-    """
+    """A job's busy share of device time is below a threshold in the last whole reported minutes."""
 
     busy_below: Share
     minutes: Annotated[int, Meta(ge=1, le=1440)] = 15
 
 
 class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
-    """A capture of a job, which no rule asked for, has a finding that saves at least a share of the
+    """A capture of a job, not requested by a rule, has a finding that saves at least a share of the
     step.
     """
 
@@ -250,9 +248,7 @@ class FindingTriggerRule(FleetRule, frozen=True, kw_only=True, tag="finding"):
 
 
 class RegressionRule(FleetRule, frozen=True, kw_only=True, tag="regression"):
-    """A kernel became slower by at least this share, which was not known before: a job that shows
-    it is traced.
-    """
+    """A kernel newly became slower by at least this share: a job that shows it is traced."""
 
     by: Annotated[float, Meta(gt=0)] = 0.05
 
@@ -261,7 +257,7 @@ AnyFleetRule: TypeAlias = FleetCadenceRule | UsageRule | FindingTriggerRule | Re
 
 
 class FleetBudget(ConfigTable, frozen=True):
-    """What all traces of rules may cost together, in any 24 hours."""
+    """Budget of all traces of rules together, in any 24 hours."""
 
     traces_per_day: Annotated[int, Meta(ge=1)] = 50
     mb_per_day: Annotated[float, Meta(gt=0)] = 20_000.0

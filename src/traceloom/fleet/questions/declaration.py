@@ -353,7 +353,7 @@ class AnswerTable:
         meaning: What a row is, and how rows are ordered.
         columns: Their declarations.
         types: Types of columns that do not follow from their unit.
-        divided: Dimensions that rows have as well, those that are asked for, each as a text.
+        divided: Dimensions that rows also have if requested, each as a text.
     """
 
     meaning: str
