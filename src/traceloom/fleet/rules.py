@@ -50,16 +50,16 @@ class OwnerRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     until: date | None = None
 
     def __post_init__(self) -> None:
-        if strange := sorted(
+        if unknown := sorted(
             name
             for name in self.match
             if name not in _MATCHABLE_FIELDS and not _LABEL_KEY.fullmatch(name)
         ):
             raise ValueError(
-                f"no job is matched by `{strange[0]}`, but by {', '.join(_MATCHABLE_FIELDS)}, label.NAME"
+                f"no job is matched by `{unknown[0]}`, but by {', '.join(_MATCHABLE_FIELDS)}, label.NAME"
             )
-        if strange := sorted(set(self.set) - set(DIMENSIONS)):
-            raise ValueError(f"`{strange[0]}` is not what a rule sets: {', '.join(DIMENSIONS)}")
+        if unknown := sorted(set(self.set) - set(DIMENSIONS)):
+            raise ValueError(f"`{unknown[0]}` is not what a rule sets: {', '.join(DIMENSIONS)}")
         if self.from_ns >= self.until_ns:
             raise ValueError("it ends before it begins")
 

@@ -546,8 +546,8 @@ class FleetTriggerEngine:
     def _jobs(self) -> Jobs:
         """Returns the processes of running jobs."""
         jobs: dict[str, list[HostProcess]] = defaultdict(list)
-        for now in self.desk.fresh().values():
-            for process in now.heartbeat.processes:
+        for last in self.desk.fresh().values():
+            for process in last.heartbeat.processes:
                 if process.job:
                     jobs[process.job].append(process)
         return jobs
@@ -560,8 +560,12 @@ class FleetTriggerEngine:
         job_processes = jobs.get(job, ())
         if job_processes and not any(map(rule.takes, job_processes)):
             return
-        key, tried = (rule.name, job), self._tried.get((rule.name, job))
-        if tried is not None and tried.episode == firing.episode and now_ns < tried.again_ns:
+        key, last_attempt = (rule.name, job), self._tried.get((rule.name, job))
+        if (
+            last_attempt is not None
+            and last_attempt.episode == firing.episode
+            and now_ns < last_attempt.again_ns
+        ):
             return
         refusal = await self._request(rule, firing, job, job_processes, now_ns)
         again_ns = now_ns + _RETRY_AFTER_NS
@@ -677,10 +681,10 @@ class FleetTriggerEngine:
     async def _look_for_ever(self) -> None:
         while True:
             try:
-                now_ns, news = self.desk.clock(), None
+                now_ns, events = self.desk.clock(), None
                 if now_ns - self._news_ns >= _TABLE_POLL_NS:
                     self._news_ns = now_ns
-                    news = await asyncio.to_thread(
+                    events = await asyncio.to_thread(
                         collect_table_events, self.desk.state, self.tables, now_ns
                     )
                     requested_captures = {
@@ -690,11 +694,11 @@ class FleetTriggerEngine:
                     }
                     findings = [
                         finding
-                        for finding in news.findings
+                        for finding in events.findings
                         if finding.capture not in requested_captures
                     ]
-                    news = news._replace(findings=findings)
-                await self.tick(news)
+                    events = events._replace(findings=findings)
+                await self.tick(events)
                 self.defects.pop("", None)
             except TraceloomError as error:
                 LOG.warning("triggers: %s", error)

@@ -457,19 +457,19 @@ def compare_ownership(
         .unique()
         .sort("job", "from_ns")
     )
-    both = times
+    owners_over_time = times
     for name, owned in (("before", before), ("after", after)):
         facts = owned.select(
             "job", "from_ns", *(pl.col(key).alias(f"{key} {name}") for key in DIMENSIONS)
         )
-        both = both.join_asof(
+        owners_over_time = owners_over_time.join_asof(
             facts.sort("job", "from_ns"), on="from_ns", by="job", check_sortedness=False
         )
     until = pl.col("from_ns").shift(-1).over("job").fill_null(LATEST)
     moved = pl.any_horizontal(
         pl.col(f"{key} before").ne_missing(pl.col(f"{key} after")) for key in DIMENSIONS
     )
-    moved_periods = both.with_columns(until_ns=until).filter(moved).lazy()
+    moved_periods = owners_over_time.with_columns(until_ns=until).filter(moved).lazy()
     times_of = (
         usage.select("job", "time_ns", "device_ms")
         .join(moved_periods, on="job")

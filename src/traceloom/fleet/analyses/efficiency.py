@@ -88,18 +88,18 @@ def compute_fleet_topline(
     )
     pairs = []
     for first, second in combinations(METRICS, 2):
-        both = (
+        known = (
             job_rows.select(first, second)
             .drop_nulls()
             .filter(pl.all_horizontal(pl.all().is_finite()))
         )
         value = (
-            both.select(pl.corr(first, second, method="spearman")).item()
-            if both.height >= MIN_JOBS
+            known.select(pl.corr(first, second, method="spearman")).item()
+            if known.height >= MIN_JOBS
             else None
         )
         pairs.append(
-            (first, second, both.height, None if value is None or value != value else value)  # noqa: PLR0124
+            (first, second, known.height, None if value is None or value != value else value)  # noqa: PLR0124
         )
     columns = {"first": pl.String, "second": pl.String, "jobs": pl.Int64, "correlation": pl.Float64}
     return FleetTopline(by, rows, pl.DataFrame(pairs, schema=columns, orient="row"), reference)

@@ -265,13 +265,13 @@ def build_kernel_history(
         kernel: Its name.
         shapes: Of its inputs, as the rows have them; None: all.
     """
-    works = kernels.filter(pl.col("count") > 0, pl.col("kernel") == kernel)
+    work_rows = kernels.filter(pl.col("count") > 0, pl.col("kernel") == kernel)
     if shapes is not None:
-        works = works.filter(pl.col("shapes") == shapes)
+        work_rows = work_rows.filter(pl.col("shapes") == shapes)
     capture_facts = captures.select(
         "capture", "start_ns", "code", "torch", job=pl.coalesce("job", "capture")
     )
-    grouped = collect_by_capture(works, capture_facts).group_by(
+    grouped = collect_by_capture(work_rows, capture_facts).group_by(
         "kernel", "job", "start_ns", "capture"
     )
     jobs = collect_by_job(grouped.agg(pl.col("count", "total_ns").sum()), ("kernel",))

@@ -456,13 +456,18 @@ class _CaptureWriter:
             "idle_ns": idle_ns,
         }
         device[causes[-1]] = idle_ns - sum(device[cause] for cause in causes[:-1])
-        kinds = {_get_part_key(row): row for row in analysed["kernels"].iter_rows(named=True)}
+        analysed_rows = {
+            _get_part_key(row): row for row in analysed["kernels"].iter_rows(named=True)
+        }
         kernels = []
         for row in work:
-            kind, each_ns = kinds[_get_part_key(row)], row["total_ns"] // row["count"]
-            roofline_ns = kind["roofline_ns"]
+            analysed_row, each_ns = (
+                analysed_rows[_get_part_key(row)],
+                row["total_ns"] // row["count"],
+            )
+            roofline_ns = analysed_row["roofline_ns"]
             kernels.append(
-                kind
+                analysed_row
                 | capture_key
                 | {
                     "count": row["count"],
@@ -472,7 +477,7 @@ class _CaptureWriter:
                     "clock_hz": None,
                     "roofline_ns": None
                     if roofline_ns is None
-                    else roofline_ns * row["count"] // kind["count"],
+                    else roofline_ns * row["count"] // analysed_row["count"],
                 }
             )
         # work without a cost model counts as if it ran at the peaks

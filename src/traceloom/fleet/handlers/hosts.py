@@ -197,22 +197,22 @@ def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
 
 def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
     """Builds the answer about a host."""
-    now = desk.now.get(name)
-    if now is None:
+    last = desk.now.get(name)
+    if last is None:
         return HostAnswer(host=name)
-    beat = now.heartbeat
+    heartbeat = last.heartbeat
     return HostAnswer(
         host=name,
-        heard_ns=now.received_ns,
-        lost=not desk.is_fresh(now),
-        version=beat.version,
-        clock_offset_ns=None if beat.clock is None else beat.clock.offset_ns,
-        clock_error_ns=None if beat.clock is None else beat.clock.error_ns,
-        devices=len(beat.devices),
-        stale_devices=sum(bool(device.stale) for device in beat.devices),
-        processes=len(beat.processes),
-        jobs=sorted({process.job for process in beat.processes if process.job}),
-        trouble=beat.trouble,
+        heard_ns=last.received_ns,
+        lost=not desk.is_fresh(last),
+        version=heartbeat.version,
+        clock_offset_ns=None if heartbeat.clock is None else heartbeat.clock.offset_ns,
+        clock_error_ns=None if heartbeat.clock is None else heartbeat.clock.error_ns,
+        devices=len(heartbeat.devices),
+        stale_devices=sum(bool(device.stale) for device in heartbeat.devices),
+        processes=len(heartbeat.processes),
+        jobs=sorted({process.job for process in heartbeat.processes if process.job}),
+        trouble=heartbeat.trouble,
     )
 
 
@@ -231,8 +231,8 @@ async def _remove_host(context: FleetRequestContext) -> RemovedHostAnswer:
 
 def _list_jobs(context: FleetRequestContext) -> FleetJobsAnswer:
     members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
-    for host, now in context.hosts().fresh().items():
-        for process in now.heartbeat.processes:
+    for host, last in context.hosts().fresh().items():
+        for process in last.heartbeat.processes:
             if process.job:
                 members[process.job].append((host, process))
     return FleetJobsAnswer(jobs=[build_job_answer(job, members[job]) for job in sorted(members)])
@@ -324,10 +324,10 @@ async def _watch_request(context: FleetRequestContext) -> Response:
                     yield b": alive\n\n"
                     continue
                 try:
-                    now = coming.result()
+                    current = coming.result()
                 except StopAsyncIteration:
                     return
-                yield b"data: " + msgspec.json.encode(build_request_answer(now)) + b"\n\n"
+                yield b"data: " + msgspec.json.encode(build_request_answer(current)) + b"\n\n"
                 coming = asyncio.ensure_future(anext(changes))
         finally:
             coming.cancel()

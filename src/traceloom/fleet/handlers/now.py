@@ -471,11 +471,11 @@ async def _get_host(context: FleetRequestContext) -> HostDetailAnswer:
         raise HttpError(
             404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`"
         )
-    now, fresh = desk.now.get(name), desk.fresh()
+    last, fresh = desk.now.get(name), desk.fresh()
     return HostDetailAnswer(
         host=build_host_answer(desk, name),
-        devices=[] if now is None else list_devices({name: now}, fresh),
-        processes=[] if now is None else now.heartbeat.processes,
+        devices=[] if last is None else list_devices({name: last}, fresh),
+        processes=[] if last is None else last.heartbeat.processes,
     )
 
 
@@ -677,13 +677,13 @@ def build_live_answer(
     job_pattern, host_pattern = (
         pattern.replace("[", "[[]") or "*" for pattern in (parameters.job, parameters.host)
     )
-    for host, now in hosts.items():
+    for host, last in hosts.items():
         if not fnmatchcase(host, host_pattern):
             continue
-        devices = {device.uuid: device for device in now.heartbeat.devices}
+        devices = {device.uuid: device for device in last.heartbeat.devices}
         pairs: list[tuple[HostDevice | None, HostProcess | None]] = [
             (devices.get(uuid), process)
-            for process in now.heartbeat.processes
+            for process in last.heartbeat.processes
             if fnmatchcase(process.job, job_pattern)
             for uuid in process.devices or ("",)
         ]
@@ -691,11 +691,11 @@ def build_live_answer(
             pairs += [(device, None) for device in devices.values()]
         for device, process in pairs:
             if parameters.by == "host":
-                groups["", host, ""].add(host, now, device, process)
+                groups["", host, ""].add(host, last, device, process)
             elif parameters.by == "device" and device is not None:
-                groups["", host, device.uuid].add(host, now, device, process)
+                groups["", host, device.uuid].add(host, last, device, process)
             elif parameters.by == "job" and process is not None and process.job:
-                groups[process.job, "", ""].add(host, now, device, process)
+                groups[process.job, "", ""].add(host, last, device, process)
     rows = []
     for job, host_name, uuid in sorted(groups)[: parameters.top]:
         group = groups[job, host_name, uuid]

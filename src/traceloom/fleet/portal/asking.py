@@ -185,11 +185,11 @@ def build_select_field(
     address: PageUrl, name: str, values: Mapping[str, str], default: str, label_text: str
 ) -> Node:
     """Builds a select field."""
-    now = address.query.get(name, default)
+    current = address.query.get(name, default)
     return label[
         span(".unseen")[label_text],
         select(name=name)[
-            (option(value=value, selected=value == now)[text] for value, text in values.items())
+            (option(value=value, selected=value == current)[text] for value, text in values.items())
         ],
     ]
 

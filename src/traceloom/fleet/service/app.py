@@ -95,9 +95,9 @@ class FleetAuthenticationMiddleware:
 
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
         address = f"tcp {(scope['client'] or ('',))[0]}"
-        if other := other_api_version(scope["path"], "the service"):
+        if version_error := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
-            raise other
+            raise version_error
         # Hosts show their own credential, which their routes check.
         if scope["path"].startswith(AGENTS_PATH):
             host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]

@@ -108,7 +108,7 @@ class ProcessEngine:
         )
 
     def _work(self, task: EngineTask, arguments: dict[str, Any], end_s: float) -> None:
-        worker, done = self._taken()
+        worker, tasks_done = self._taken()
         late = threading.Event()
 
         def give_up() -> None:
@@ -130,11 +130,11 @@ class ProcessEngine:
             reusable = (
                 answer is not None
                 and not late.is_set()
-                and done + 1 < _TASKS_PER_PROCESS
+                and tasks_done + 1 < _TASKS_PER_PROCESS
                 and not self._closed
             )
             if reusable:
-                self._idle.append((worker, done + 1))
+                self._idle.append((worker, tasks_done + 1))
         if not reusable:
             worker.kill()
             code = worker.ended()
@@ -155,15 +155,15 @@ class ProcessEngine:
             if self._closed:
                 raise TaskError(_SERVICE_ENDS)
             if self._idle:
-                worker, done = self._idle.pop()
+                worker, tasks_done = self._idle.pop()
             else:
                 try:
-                    worker, done = WorkerProcess(self._main, quiet=True, environment={}), 0
+                    worker, tasks_done = WorkerProcess(self._main, quiet=True, environment={}), 0
                 except OSError as error:
                     raise TaskError(f"no process could be started: {error}") from error
                 worker.send({"memory_bytes": self._memory_bytes})
             self._running.add(worker)
-            return worker, done
+            return worker, tasks_done
 
 
 def create_engine(address: str, slots: int | None = None, tls: EngineTls | None = None) -> Engine:
@@ -330,10 +330,12 @@ class DaskEngine:
         versions = self._versions()
         if not versions:
             raise self._unavailable("no worker is there")
-        if strange := sorted({str(version) for version in versions if version != __version__}):
+        if other_versions := sorted(
+            {str(version) for version in versions if version != __version__}
+        ):
             raise self._unavailable(
                 f"{sum(version != __version__ for version in versions)} of {len(versions)} workers have Traceloom "
-                f"{', '.join(strange)[:200]}, the service {__version__}"
+                f"{', '.join(other_versions)[:200]}, the service {__version__}"
             )
         return f"{self._where}, workers: {len(versions)}"
 

@@ -223,8 +223,8 @@ class CapturePipeline:
             TaskError: They cannot be compared.
             TraceloomError: A store does not respond.
         """
-        both = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
-        name = f"reports/{new.day}/{both}.{__version__}.html"
+        pair_hash = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
+        name = f"reports/{new.day}/{pair_hash}.{__version__}.html"
         if self.objects.size(name) is None:
             files = (*self._files_of(base, BASE), *self._files_of(new, NEW))
             names: dict[str, str | int] = {

@@ -277,7 +277,7 @@ class HostRegistry:
 
     def fresh(self) -> dict[str, LastHeartbeat]:
         """Returns the heartbeats of hosts that are not lost."""
-        return {host: now for host, now in list(self.now.items()) if self.is_fresh(now)}
+        return {host: last for host, last in list(self.now.items()) if self.is_fresh(last)}
 
     def is_fresh(self, now: LastHeartbeat) -> bool:
         """Returns whether a heartbeat is recent; if not, the host is lost."""
@@ -286,7 +286,7 @@ class HostRegistry:
     def users_of(self, job: str) -> set[str]:
         """Returns the users of a job's processes, as reported by hosts."""
         processes = (
-            process for now in self.fresh().values() for process in now.heartbeat.processes
+            process for last in self.fresh().values() for process in last.heartbeat.processes
         )
         return {process.user for process in processes if process.job == job}
 
@@ -327,7 +327,7 @@ class HostRegistry:
             raise HttpError(400, "of which job?", slug="wrong-request", hint="name a job")
         if (spec.steps is None) == (spec.duration_s is None):
             raise HttpError(400, "either steps or a duration", slug="wrong-request")
-        fresh = {host: now for host, now in self.fresh().items() if not hosts or host in hosts}
+        fresh = {host: last for host, last in self.fresh().items() if not hosts or host in hosts}
         matching = select_processes(fresh, spec)
         if choice == "slowest-and-median":
             matching = select_slowest_and_median(matching)
@@ -398,40 +398,44 @@ class HostRegistry:
             self._open[request.id] = request
         # In order; a request that changed again meanwhile is stored in its latest state.
         async with self._writing:
-            now = self.requests[request.id]
-            if self._written.get(now.id) is not now:
-                self._unwritten.add(now.id)
-                document, events = msgspec.json.encode(now).decode(), []
-                if now.state in {"done", "partial", "failed"}:
+            current = self.requests[request.id]
+            if self._written.get(current.id) is not current:
+                self._unwritten.add(current.id)
+                document, events = msgspec.json.encode(current).decode(), []
+                if current.state in {"done", "partial", "failed"}:
                     content = {
-                        "id": now.id,
-                        "job": now.wanted.job,
-                        "who": now.who,
-                        "state": now.state,
-                        "reason": now.reason,
-                        "detail": now.detail,
-                        "capture": now.capture,
-                        "asked_ns": now.asked_ns,
-                        "start_ns": now.start_ns,
+                        "id": current.id,
+                        "job": current.wanted.job,
+                        "who": current.who,
+                        "state": current.state,
+                        "reason": current.reason,
+                        "detail": current.detail,
+                        "capture": current.capture,
+                        "asked_ns": current.asked_ns,
+                        "start_ns": current.start_ns,
                     }
                     events = [
                         build_fleet_event(
-                            f"request.{now.state}", "request", now.id, content, now.since_ns
+                            f"request.{current.state}",
+                            "request",
+                            current.id,
+                            content,
+                            current.since_ns,
                         )
                     ]
                 await asyncio.to_thread(
                     self.state.put_request,
-                    now.id,
-                    now.asked_ns,
+                    current.id,
+                    current.asked_ns,
                     document,
                     self.term,
-                    ended=now.ended,
+                    ended=current.ended,
                     events=events,
                 )
-                self._unwritten.discard(now.id)
-                self._written[now.id] = now
-                if now.ended:
-                    del self._written[now.id]
+                self._unwritten.discard(current.id)
+                self._written[current.id] = current
+                if current.ended:
+                    del self._written[current.id]
         if request.ended:
             await asyncio.to_thread(shutil.rmtree, self.incoming / request.id, ignore_errors=True)
             ended = [
@@ -451,12 +455,12 @@ class HostRegistry:
     async def changes(self, request: str) -> AsyncIterator[FleetRequest]:
         """Yields the request now, and again after each change, until it has ended."""
         while True:
-            now = self.requests[request]
-            yield now
-            if now.ended:
+            current = self.requests[request]
+            yield current
+            if current.ended:
                 return
             async with self._changed:
-                await self._changed.wait_for(lambda: self.requests[request] is not now)  # noqa: B023
+                await self._changed.wait_for(lambda: self.requests[request] is not current)  # noqa: B023
 
     # Work.
 
@@ -467,10 +471,10 @@ class HostRegistry:
             call = self._call  # taken before the check, so that no later change is missed
             offers = (get_host_work(request, host) for request in self._open.values())
             work = [offer for offer in offers if offer is not None]
-            now = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
+            current_version = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
             remaining_s = until - time.monotonic()
-            if now != version or remaining_s <= 0 or self._closing:
-                return WorkAnswer(version=now, work=work)
+            if current_version != version or remaining_s <= 0 or self._closing:
+                return WorkAnswer(version=current_version, work=work)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(call.wait(), remaining_s)
 
@@ -548,12 +552,12 @@ class HostRegistry:
     # Private.
 
     def _progress(self, host: str, request: str) -> HostStatus:
-        now = self.requests.get(request)
-        if now is None or now.ended or host not in now.hosts:
+        current = self.requests.get(request)
+        if current is None or current.ended or host not in current.hosts:
             raise HttpError(
                 404, "this host has nothing to do for that request", slug="no-such-request"
             )
-        return now.hosts[host]
+        return current.hosts[host]
 
     async def _advance(self, request: FleetRequest) -> None:
         """Advances a request as far as possible by now, and stores it."""
@@ -570,11 +574,11 @@ class HostRegistry:
     async def _say_of_jobs(self) -> None:
         """Stores new facts of jobs."""
         statements = collect_job_facts(
-            {host: now.heartbeat.processes for host, now in self.fresh().items()}
+            {host: last.heartbeat.processes for host, last in self.fresh().items()}
         )
-        news = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
-        if news:
-            await asyncio.to_thread(self.state.say_of_jobs, news, self.clock())
+        changed = {job: facts for job, facts in statements.items() if self._said.get(job) != facts}
+        if changed:
+            await asyncio.to_thread(self.state.say_of_jobs, changed, self.clock())
         self._said = statements
 
     async def _advance_for_ever(self) -> None:
@@ -605,10 +609,10 @@ def select_processes(
     matching = {
         host: [
             process
-            for process in now.heartbeat.processes
+            for process in last.heartbeat.processes
             if process.job == spec.job and (not spec.ranks or process.rank in spec.ranks)
         ]
-        for host, now in hosts.items()
+        for host, last in hosts.items()
         if spec.host in {"", host}
     }
     return {host: processes for host, processes in matching.items() if processes}

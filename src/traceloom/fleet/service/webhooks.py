@@ -203,8 +203,8 @@ class WebhookDispatcher:
             retry_at_ns = now_ns + min(_FIRST_RETRY_NS << min(delivery.attempts, 16), _MAX_RETRY_NS)
         try:
             await asyncio.to_thread(self.state.close_delivery, delivery, error, retry_at_ns)
-        except TraceloomError as trouble:  # it is sent again, with the same id
-            LOG.warning("webhook %s: %s", delivery.webhook, trouble)
+        except TraceloomError as state_error:  # it is sent again, with the same id
+            LOG.warning("webhook %s: %s", delivery.webhook, state_error)
 
     async def _post(self, delivery: Delivery) -> str:
         target = await self.targets.resolve(delivery.url)

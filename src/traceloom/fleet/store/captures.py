@@ -224,8 +224,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def advance(self, task: str, holder: str, state: Literal["checked", "analysed"]) -> bool:
         """Moves a task to a state; returns False and changes nothing if it is no longer held."""
         with self._transaction() as connection:
-            done = state == "analysed"
-            release = ", holder = '', error = '', attempts = 0" if done else ""
+            is_analysed = state == "analysed"
+            release = ", holder = '', error = '', attempts = 0" if is_analysed else ""
             return bool(
                 self._held(connection, f"state = :state{release}", task, holder, state=state)
             )

@@ -219,13 +219,13 @@ class JobFacts(msgspec.Struct, frozen=True, omit_defaults=True):
         """Returns these facts updated with later ones, which take precedence; no known fact is
         dropped.
         """
-        news = {
+        updates = {
             name: value
             for name, value in msgspec.structs.asdict(later).items()
             if value and name != "labels"
         }
         labels = dict(sorted((self.labels | later.labels).items())[:_MAX_LABELS])
-        return msgspec.structs.replace(self, **news, labels=labels)
+        return msgspec.structs.replace(self, **updates, labels=labels)
 
 
 class PendingFacts(NamedTuple):
@@ -252,8 +252,8 @@ class JobFactState(StateDatabase):
                 before = (
                     msgspec.json.decode(rows[0]["document"], type=JobFacts) if rows else JobFacts()
                 )
-                now = before.with_more(facts)
-                if rows and now == before:
+                merged = before.with_more(facts)
+                if rows and merged == before:
                     continue
                 since_ns = max(at_ns, rows[0]["since_ns"] + 1) if rows else at_ns
                 changes += self._change(
@@ -261,7 +261,7 @@ class JobFactState(StateDatabase):
                     "INSERT INTO job_facts (job, since_ns, batch, document) VALUES (:job, :since, NULL, :document)",
                     job=job,
                     since=since_ns,
-                    document=msgspec.json.encode(now).decode(),
+                    document=msgspec.json.encode(merged).decode(),
                 )
         return changes
 

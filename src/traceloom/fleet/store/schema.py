@@ -64,8 +64,8 @@ class TableSchema:
         Raises:
             ValueError: The frame has a column that the table does not have.
         """
-        if strange := set(frame.columns) - set(self.types):
-            raise ValueError(f"`{self.name}` has no column {', '.join(sorted(strange))}")
+        if unknown := set(frame.columns) - set(self.types):
+            raise ValueError(f"`{self.name}` has no column {', '.join(sorted(unknown))}")
         return frame.select(
             pl.col(key).cast(kind) if key in frame.columns else pl.lit(None, kind).alias(key)
             for key, kind in self.types.items()

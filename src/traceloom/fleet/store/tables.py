@@ -143,9 +143,9 @@ class Tables:
         from deltalake import CommitProperties, Transaction, write_deltalake
 
         captures = sorted(replaced)
-        strange = [name for name in captures if not _NAME.fullmatch(name)]
-        if strange:
-            raise ValueError(f"no name of a capture: {strange[0][:80]!r}")
+        unsafe = [name for name in captures if not _NAME.fullmatch(name)]
+        if unsafe:
+            raise ValueError(f"no name of a capture: {unsafe[0][:80]!r}")
         noted = CommitProperties(app_transactions=[Transaction(source, number)])
         added: dict[str, int] = {}
         for name, schema in SCHEMAS.items():

@@ -362,16 +362,16 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
         )
         return visit.address.path
     if visit.field("do") == "try":
-        tried = await visit.answer(
+        test_result = await visit.answer(
             WebhookTestAnswer,
             f"{WEBHOOKS_ROUTE}/{{name}}/test",
             method="POST",
             name=visit.field("try"),
         )
-        if tried.arrived:
-            return div(".notice", role="status")[p[code[tried.name], " took the event."]]
+        if test_result.arrived:
+            return div(".notice", role="status")[p[code[test_result.name], " took the event."]]
         return div(".notice.bad", role="alert")[
-            p["The event did not arrive at ", code[tried.name], f": {tried.error}"]
+            p["The event did not arrive at ", code[test_result.name], f": {test_result.error}"]
         ]
     try:
         events = msgspec.convert(visit.form.get("events", EVENTS), tuple[EventName, ...])

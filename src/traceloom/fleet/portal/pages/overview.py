@@ -171,7 +171,7 @@ class FleetView:
 
 async def compute_overview(visit: PageRequest) -> FleetView:
     """Asks the routes."""
-    now = await visit.answer(FleetStatusAnswer, "/api/v1/now")
+    status = await visit.answer(FleetStatusAnswer, "/api/v1/now")
     hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
     running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
     requests = (
@@ -186,7 +186,7 @@ async def compute_overview(visit: PageRequest) -> FleetView:
         # Problems are the most expensive query; the rest of the page works without them.
         problems = error
     return FleetView(
-        now,
+        status,
         hosts.hosts,
         running.jobs,
         [r for r in requests if r.state == "failed" and r.since_ns > since],
@@ -197,7 +197,7 @@ async def compute_overview(visit: PageRequest) -> FleetView:
 
 def build_overview_content(view: FleetView) -> PageContent:
     """Builds the content of the page."""
-    now = view.now
+    status = view.now
     wrong = _list_problems(view)
     sections = [
         ContentSection("devices", "Devices now", _draw_devices(view)),
@@ -208,7 +208,9 @@ def build_overview_content(view: FleetView) -> PageContent:
         ),
         ContentSection("jobs", "Running now", build_jobs_table(view.jobs)),
     ]
-    return PageContent(_describe_fleet(view), sections, numbers=_build_key_figures(now, view.open))
+    return PageContent(
+        _describe_fleet(view), sections, numbers=_build_key_figures(status, view.open)
+    )
 
 
 def _describe_fleet(view: FleetView) -> str:
