@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 # Tests that often wait for processes, services or browsers.
-WAITING = ("tests/browser/", "tests/docs/", "tests/integration/", "tests/unit/portal/")
+WAITING = ("tests/browser/", "tests/docs/", "tests/integration/", "tests/unit/fleet/portal/")
 
 
 def in_turns(items: list[pytest.Item], workers: int) -> list[pytest.Item]:

@@ -20,7 +20,7 @@ GPU_TIME: dict[str, Any] = json.loads(_GPU_TIME.read_text()) if _GPU_TIME.is_fil
 """Times on devices and hosts by the path of the trace."""
 TRACES = tuple(sorted(GPU_TIME))
 """Paths of traces of all vendors and versions."""
-# It counts no work of command processors: see tests/unit/read/test_accelerators.py.
+# It counts no work of command processors: see tests/unit/formats/test_accelerators.py.
 GPU_TIME.pop("kineto/mtia_inference.json.gz", None)
 
 GPU_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"})
