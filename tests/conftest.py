@@ -1,7 +1,11 @@
-"""What all tests share: where the public traces are."""
+"""What all tests share: where the public traces are, and what is left to `--thorough`."""
 
 from __future__ import annotations
 
+import gc
+import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import hypothesis
@@ -12,7 +16,7 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 # No test is about time, and a run of the suite says the same as the one before. To look for what nobody has found
 # yet: `pytest tests/property --hypothesis-profile search`.
-hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=10)
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=5)
 hypothesis.settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
 hypothesis.settings.register_profile("search", deadline=None)
 
@@ -26,22 +30,57 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose how many examples are tried; tests that say how many themselves keep to that."""
+    """Choose how many examples are tried."""
     thorough = config.getoption("--thorough")
+    if not thorough:
+        # Several tests run at once, and their tables are small: more threads would only wait for each other.
+        for variable in ("POLARS_MAX_THREADS", "OMP_NUM_THREADS"):
+            os.environ.setdefault(variable, "1")
     profile = config.getoption("--hypothesis-profile", None) or (
         "thorough" if thorough else "suite"
     )
     hypothesis.settings.load_profile(profile)
 
 
+# Large public traces, and those of which another is the like: of each kind of device, format and program one is left.
+SELDOM = re.compile(
+    r"(?<!\w)(h100_owlv2|h100_qwen_0\.5b|v100_ns_resolution|v100_test|a100_control|mi300_qwen_0\.5b"
+    r"|mi300_ddp_resnet18_no_allocator|kineto2021_resnet50_workers0|rtx3060_runs_ahead_06|dlrm_rank[2-7]"
+    r"|sampled_rank1_of_128|linear\.kineto|mismatched_resnet\.kineto)(?!\w)"
+)
+CHOSEN = 7  # a test with so few parameters is about these traces
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--thorough"):
-        left_out = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        kept = {item for item in items if not item.get_closest_marker("thorough")}
+        kept -= list_seldom(kept)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     if workers > 1:
         items[:] = in_turns(items, workers)
+
+
+def list_seldom(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the seldom traces of tests that run with many; a test of chosen traces runs with all of them."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {
+        item
+        for parameters in tests.values()
+        if len(parameters) > CHOSEN
+        for item in parameters
+        if SELDOM.search(item.name.partition("[")[2])
+    }
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from going through all tests and modules again and again, a fifth of the run."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
 
 
 # Tests that often wait for processes, services or browsers.
@@ -71,6 +110,12 @@ def in_turns(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
         ordered += first + computing[:room]
         del computing[:room]
     return ordered + computing
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether more is tried than the suite has time for."""
+    return bool(pytestconfig.getoption("--thorough"))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.public_traces import DATA, swept
+from support.public_traces import DATA
 from traceloom.analyze import anti_patterns
 from traceloom.analyze.anti_patterns import RULES
 from traceloom.formats import load
@@ -46,7 +46,7 @@ def counts(name: str) -> dict[str, int | None]:
     )
 
 
-@pytest.mark.parametrize("name", swept(FILES))
+@pytest.mark.parametrize("name", FILES)
 def test_every_pattern_is_counted_or_explained(name: str) -> None:
     found = anti_patterns(load(DATA / f"{name}.json.gz").traces[0])
     assert found.patterns["pattern"].to_list() == list(RULES)

@@ -13,7 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from support.public_traces import CALLS, GPU_WORK, OPERATORS, swept
+from support.public_traces import CALLS, GPU_WORK, OPERATORS
 from traceloom import analyze, load
 from traceloom.findings import findings
 from traceloom.trace import vocabulary as cat
@@ -355,7 +355,7 @@ def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: A
 
 
 @pytest.mark.parametrize(
-    "name", swept(name for name in NAMES if "owlv2" not in name) or ["(no public traces here)"]
+    "name", [name for name in NAMES if "owlv2" not in name] or ["(no public traces here)"]
 )
 def test_frames_hold_no_more_than_the_host_time_of_a_finding(shared_data: Path, name: str) -> None:
     session = load(shared_data / "kineto" / name)
@@ -403,7 +403,7 @@ def test_compiled_code_of_public_traces(traces: Any, shared_data: Path) -> None:
         assert graphs[name] == (len(mine), sum(ns(event["dur"]) for event in mine))
 
 
-@pytest.mark.parametrize("name", swept(NAMES) or ["(no public traces here)"])
+@pytest.mark.parametrize("name", NAMES or ["(no public traces here)"])
 def test_everything_adds_up_on_every_public_trace(shared_data: Path, name: str) -> None:
     trace = load(shared_data / "kineto" / name).traces[0]
     busy = int(trace.lanes.filter(pl.col("kind") == "host")["busy_ns"].fill_null(0).sum())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.public_traces import DATA, swept
+from support.public_traces import DATA
 from traceloom.analyze import answer, data_loading, host, memory, modules, operators, quality
 from traceloom.analyze.ancestry import build_forest
 from traceloom.formats import read_kineto
@@ -188,7 +188,7 @@ def check_loading_and_memory(trace: Trace) -> None:
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("path", swept(FILES), ids=lambda p: p.name.removesuffix(".json.gz"))
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.name.removesuffix(".json.gz"))
 def test_sums_hold_on_every_public_trace(path: Path, shared_data: Path) -> None:
     check_everything(read_kineto(path))
 

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 
-from support.public_traces import CALLS, DATA, GPU_WORK, swept
+from support.public_traces import CALLS, DATA, GPU_WORK
 from support.strategies import builders, waiting_builders
 from traceloom.formats import read_kineto
 from traceloom.graph.graph import Graph
@@ -80,7 +80,7 @@ def plain_orphans(path: Path) -> int | None:
 
 @pytest.mark.data
 @pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine")
-@pytest.mark.parametrize("path", swept(FILES), ids=lambda path: path.name.split(".json")[0])
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".json")[0])
 def test_public_traces_make_graphs_that_keep_the_law(path):
     trace = read_kineto(path)
     graph = link_rank(trace)

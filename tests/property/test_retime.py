@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.public_traces import DATA, swept
+from support.public_traces import DATA
 from support.strategies import builders
 from traceloom.errors import InvariantError
 from traceloom.formats import load
@@ -284,7 +284,7 @@ def test_shortening_a_node_moves_its_successors_unless_something_else_binds(
 
 @pytest.mark.data
 @pytest.mark.skipif(not TRACES, reason="the public traces are not here")
-@pytest.mark.parametrize("path", swept(TRACES), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)
 def test_every_public_trace_keeps_the_law(path: Path) -> None:
     ready = _calibrated_well(join_ranks([link_rank(load(path, cache=False).traces[0])]))
     found = law(ready)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,20 +54,6 @@ NEEDS_TRACES = [
         not TRACES, reason="the public traces (../shared/data) are not on this machine"
     ),
 ]
-
-# Large ones, and those of which another is the like.
-_SELDOM = re.compile(
-    r"(h100_owlv2|v100_ns_resolution|mi300_qwen_0\.5b|mi300_ddp_resnet18_no_allocator|v100_test|a100_control"
-    r"|rtx3060_runs_ahead_06|dlrm_rank[2-7])\b"
-)
-
-
-def swept(paths: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that holds for every trace: seldom ones are left to `--thorough`."""
-    return [
-        pytest.param(path, marks=pytest.mark.thorough) if _SELDOM.search(str(path)) else path
-        for path in paths
-    ]
 
 
 @lru_cache(maxsize=1)
