@@ -27,7 +27,7 @@ from traceloom.workload.chakra.convert import ConversionInput, open_messages, wr
 from traceloom.workload.chakra.graph_read import convert_from_messages, read_graph, write_ranks
 from traceloom.workload.chakra.validate import validate
 
-QUICK = settings(max_examples=10, deadline=None)
+QUICK = settings(deadline=None)
 KINDS = (
     "COMP_NODE",
     "COMP_NODE",

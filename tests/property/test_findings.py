@@ -26,7 +26,7 @@ CHANGES = (
     "syncs remove",
     "ops remove",
 )
-unhurried = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def of_job(traces: list[TraceBuilder], *, steps: bool) -> Session:

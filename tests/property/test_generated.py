@@ -29,7 +29,7 @@ from traceloom.workload.chakra.graph_read import read_graph
 from traceloom.workload.chakra.validate import validate
 from traceloom.workload.collective_algorithms import KINDS_OF
 
-QUICK = settings(max_examples=8, deadline=None)
+QUICK = settings(deadline=None)
 SEND, RECEIVE, COLLECTIVE = (
     int(NodeType.Value(f"COMM_{name}_NODE")) for name in ("SEND", "RECV", "COLL")
 )
@@ -92,7 +92,9 @@ def reached(files: list[NodeFrame]) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("algorithm", "kind"), ALGORITHMS)
-@pytest.mark.parametrize("ranks", [2, 3, 5, 8, 16])
+@pytest.mark.parametrize(
+    "ranks", [2, 3, 8, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (5, 16))]
+)
 def test_the_messages_of_an_algorithm_bring_all_data_to_where_it_belongs(
     algorithm: str, kind: str, ranks: int
 ) -> None:

@@ -34,7 +34,7 @@ def parts_are_true(run: Run, rank: int, trace: Any) -> None:
     assert ends == [run.shown_ns(rank, at) for at in true["end_ns"]]
 
 
-@settings(max_examples=14, deadline=None)
+@settings(deadline=None)
 @given(recipe=parallel_recipes())
 def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
     run = parallel_job(recipe).run()
@@ -57,7 +57,7 @@ def test_traces_of_any_schedule_show_its_truth(recipe: ParallelRecipe) -> None:
 
 
 # Kernels that overlap on one stream are left out: what lets the second go is in no trace.
-@settings(max_examples=10, deadline=None)
+@settings(deadline=None)
 @given(recipe=parallel_recipes(programmatic=False, clocks={}))
 def test_the_graph_of_any_schedule_gives_it_back(recipe: ParallelRecipe) -> None:
     run = parallel_job(recipe).run()

@@ -124,7 +124,7 @@ def partition(names: list[list[int]]) -> list[list[int]]:
     return [[turns.setdefault(name, len(turns)) for name in row] for row in names]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 60))
 def test_two_tensors_share_a_version_where_they_shared_memory(
     seed: int, length: int, tmp_path_factory: pytest.TempPathFactory
@@ -149,7 +149,7 @@ def test_two_tensors_share_a_version_where_they_shared_memory(
     assert partition(versions) == partition(seen)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(1, 60))
 def test_what_is_not_used_again_is_freed(
     seed: int, length: int, tmp_path_factory: pytest.TempPathFactory

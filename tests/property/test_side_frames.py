@@ -20,7 +20,7 @@ from traceloom.testing import TraceBuilder
 from traceloom.trace import storage
 from traceloom.trace.trace import Trace
 
-QUICK = settings(max_examples=10, deadline=None)
+QUICK = settings(deadline=None)
 TIMES = st.integers(0, 10**6).map(lambda ns: ns / 1000)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.spelled_events import HAVE_CORRELATION, SpelledFile, spelled_files
@@ -32,7 +32,6 @@ def counts(trace: Trace) -> dict[str, int]:
     return {notice.slug: notice.count for notice in trace.notices}
 
 
-@settings(max_examples=14)
 @given(made=spelled_files())
 def test_every_value_is_taken_for_what_it_means(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -43,7 +42,6 @@ def test_every_value_is_taken_for_what_it_means(place: Path, made: SpelledFile) 
     assert rows.to_dicts() == [{name: row[name] for name in columns} for row in made.rows]
 
 
-@settings(max_examples=14)
 @given(made=spelled_files())
 def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(
     place: Path, made: SpelledFile
@@ -56,7 +54,6 @@ def test_an_external_id_is_kept_unless_it_only_repeats_the_correlations(
     assert trace.events["external_id"].to_list() == expected
 
 
-@settings(max_examples=14)
 @given(made=spelled_files())
 def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFile) -> None:
     trace = read(place, made.text().encode())
@@ -73,7 +70,6 @@ def test_what_has_no_time_or_no_duration_is_counted(place: Path, made: SpelledFi
     assert trace.meta.event_count == len(made.events)
 
 
-@settings(max_examples=14)
 @given(made=spelled_files())
 def test_work_belongs_to_the_earliest_call_of_its_correlation(
     place: Path, made: SpelledFile
@@ -93,7 +89,6 @@ def test_work_belongs_to_the_earliest_call_of_its_correlation(
     assert counts(trace).get("orphan-work", 0) == orphans
 
 
-@settings(max_examples=14)
 @given(made=spelled_files())
 def test_lanes_are_threads_of_the_host_and_streams_of_devices(
     place: Path, made: SpelledFile
@@ -130,7 +125,6 @@ ENCODINGS = {
 }
 
 
-@settings(max_examples=4)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(made=spelled_files(), data=st.data())
 def test_every_encoding_gives_the_same_trace(

@@ -15,7 +15,7 @@ from support.spelled_events import Token, names, whole_numbers
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.trace.trace import HOST_OPS, HostTrace
 
-QUICK = settings(max_examples=14, deadline=None)
+QUICK = settings(deadline=None)
 NUMBERS = {
     "fw_parent": "forward_parent",
     "rf_id": "record_function_id",

@@ -19,7 +19,7 @@ from traceloom.formats import read_kineto
 from traceloom.testing.trace_builder import TraceBuilder
 from traceloom.trace.trace import SCHEMAS, Trace
 
-LAWS = settings(deadline=None, max_examples=15)
+LAWS = settings(deadline=None)
 TIMES = {"start_ns", "end_ns", "nested_end_ns", "time_ns"}
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.triggers import START_NS, Rules, rule, worker
@@ -37,7 +37,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=12)
 @given(EVENTS, BUDGETS)
 def test_cooldown_and_budget_are_never_exceeded(
     events: list[tuple[float, set[int], float, bool]], limits: tuple[float, float]

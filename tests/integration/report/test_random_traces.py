@@ -21,9 +21,7 @@ from traceloom.trace.session import Session
 
 Check = Callable[..., Any]
 # Builders do not shrink to anything simpler to read, and shrinking them takes minutes.
-QUICKLY = settings(
-    deadline=None, max_examples=10, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)
+QUICKLY = settings(deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
 @QUICKLY

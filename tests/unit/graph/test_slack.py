@@ -125,7 +125,7 @@ def test_slack_is_exactly_what_the_end_bears(recipe: Recipe) -> None:
 
 
 @given(st.integers(0, 5))
-@settings(max_examples=6, deadline=None)
+@settings(deadline=None)
 def test_a_trail_leads_from_cause_to_cause_until_it_shall_stop(seed: int) -> None:
     graph = graph_of(*training_job(Recipe(steps=2, layers=2, ranks=2, seed=seed)).run().traces())
     times = graph.point_times()

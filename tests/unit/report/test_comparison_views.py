@@ -11,7 +11,7 @@ from html import unescape
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.figures import figure
@@ -69,7 +69,6 @@ def diff(base: tuple[tuple[str, float], ...], new: tuple[tuple[str, float], ...]
 MIXED = diff((("mm", 100), ("gone", 30), ("add", 10)), (("mm", 140), ("come", 20), ("add", 5)))
 
 
-@settings(max_examples=8)
 @given(
     base=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     new=st.lists(st.integers(1, 200), min_size=1, max_size=4),

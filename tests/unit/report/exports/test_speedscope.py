@@ -199,7 +199,7 @@ def check_times(session: Session) -> None:
     )
 
 
-@settings(max_examples=12, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(st.lists(builders(most_events=15), min_size=1, max_size=2))
 def test_every_stack_of_a_random_run_has_its_time(traces: list[TraceBuilder]) -> None:
     check_times(of(*traces))

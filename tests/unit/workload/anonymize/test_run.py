@@ -175,7 +175,7 @@ def test_words_of_hidden_names_in_the_output_are_reported(run: Anonymise, tmp_pa
     assert [one["word"] for one in leaks["echoes"]] == ["volta"]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(builder=builders())
 def test_random_traces_come_out_with_the_same_times(builder: TraceBuilder, tmp_path: Path) -> None:
     source = builder.write(tmp_path / "trace.json")

@@ -38,7 +38,6 @@ POLICIES = {
 }
 KEY = Key(b"a key that only tests have")
 QUICK = settings(
-    max_examples=4,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     deadline=None,
 )

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.flows import Flows, fair_shares, sent_one_by_one
@@ -351,7 +351,6 @@ def test_rounds_end_as_their_messages_do_one_by_one(
 @given(
     size=st.integers(8, 1 << 20), ready=st.lists(st.integers(0, 100_000), min_size=8, max_size=8)
 )
-@settings(max_examples=5)
 def test_a_ring_ends_as_its_messages_do_whoever_is_late(
     dimensions: tuple[Dimension, ...], size: int, ready: list[int]
 ) -> None:
