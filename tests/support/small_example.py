@@ -25,9 +25,9 @@ ENDLESS = [
 ]
 """Its arguments; it runs until it is ended."""
 PACED = f"""
-import runpy, time
+import runpy, select
 from torch.optim.optimizer import register_optimizer_step_post_hook
-register_optimizer_step_post_hook(lambda *_: time.sleep(0.02))
+register_optimizer_step_post_hook(lambda *_: select.select([], [], [], 0.02))
 runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
 """
-"""A program that runs it and rests after each step, so that it does not keep a processor busy until it is ended."""
+"""A program that runs it and rests after each step, so that it does not keep a processor busy until it is ended; libfaketime leaves `select` alone."""

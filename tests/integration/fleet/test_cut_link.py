@@ -21,7 +21,7 @@ import pytest
 
 from support.faketime import ahead_by, needs_faketime
 from support.namespaces import Namespaces, NamespacesError
-from support.small_example import ENDLESS, EXAMPLE
+from support.small_example import ENDLESS, PACED
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.errors import TraceloomError
@@ -175,7 +175,8 @@ class Host:
             *words,
             *shifted,
             sys.executable,
-            str(EXAMPLE),
+            "-c",
+            PACED,
         ]
         self.processes.append(
             self._begin([*command, *ENDLESS], self.client.get("environment")["variables"])

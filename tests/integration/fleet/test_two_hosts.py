@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from support.faketime import ahead_by, needs_faketime
-from support.small_example import ENDLESS, EXAMPLE
+from support.small_example import ENDLESS, PACED
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
 from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkAnswer
+from traceloom.cli.upload import FleetClient
 from traceloom.errors import TraceloomError
 from traceloom.server.client import AgentClient
 
@@ -65,6 +66,11 @@ class Service:
     def ask(self, *words: str) -> Any:
         return json.loads(self.run("fleet", *words, "--json"))
 
+    def client(self) -> FleetClient:
+        """Who asks it without a process of its own."""
+        token = Path(self.environment["XDG_CONFIG_HOME"]) / "traceloom" / "fleet-token"
+        return FleetClient(self.url, token.read_text().strip())
+
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(60) == 0
@@ -83,6 +89,7 @@ class Host:
             f'audit = "{folder}/audit"\nkineto = "{self.short}/k"\n[collect]\nperiod = 1.0\n'
             f'[history]\ninterval = 1.0\n[fleet]\nserver = "{url}"\nheartbeat = 0.5\n'
         )
+        (folder / "train.py").write_text(PACED, encoding="utf-8")
         self.environment = {
             **os.environ,
             **ahead_by(ahead),
@@ -128,7 +135,7 @@ class Host:
             **{name: str(value) for name, value in place.items()},
         }
         self.rank = subprocess.Popen(
-            [sys.executable, str(EXAMPLE), *ENDLESS],
+            [sys.executable, str(self.folder / "train.py"), *ENDLESS],
             stdout=self.log,
             stderr=self.log,
             env=environment,
@@ -161,7 +168,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         until(lambda: "step   9" in (hosts[0].folder / "log").read_text(), 180)  # what rank 0 says
         until(
             lambda: (
-                [job["traceable"] >= 2 for job in service.ask("jobs")["jobs"] if job["job"] == JOB]
+                [
+                    job["traceable"] >= 2
+                    for job in service.client().get("jobs")["jobs"]
+                    if job["job"] == JOB
+                ]
                 == [True]
             )
         )

@@ -34,17 +34,19 @@ def _name(path: Path) -> str:
     return f"{path.parent.name}/{path.name.removesuffix('.json.gz')}"
 
 
-def seldom(path: Path) -> bool:
-    """Large ones, and those of which others are the like."""
-    return (
-        path.stat().st_size > 1_000_000
-        or re.match(r"dlrm_rank[2-7]|mi300_qwen", path.name) is not None
-    )
+# One of each kind of device, format and program; the others are the like.
+USUAL = re.compile(
+    r"a100_cupti_counters|cpu_only_gloo_rank34|h100_bert_small|mi210_gpu_only|mi250_minitoy|mi300_sglang|mtia_inference"
+    r"|triton_example|dlrm_rank0|event_sync_multi_stream|simple_add|legacy_categories|rank_non_gpu"
+)
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=pytest.mark.thorough) if seldom(path) else path for path in TRACES],
+    [
+        path if USUAL.match(path.name) else pytest.param(path, marks=pytest.mark.thorough)
+        for path in TRACES
+    ],
     ids=_name,
 )
 def test_a_trace_gives_a_report_in_every_format(
@@ -101,7 +103,15 @@ def test_a_file_that_is_no_trace_is_refused_with_a_sentence(
     assert "Traceback" not in said.err
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize(
+    "folder",
+    [
+        folder
+        if folder in {"multirank", "critical_path"}
+        else pytest.param(folder, marks=pytest.mark.thorough)
+        for folder in FOLDERS
+    ],
+)
 def test_a_folder_of_several_runs_is_summed_up(
     folder: str, check_document: Check, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:

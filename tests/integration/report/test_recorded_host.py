@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,24 @@ from traceloom import analyze, load
 from traceloom.trace.trace import Trace
 
 pytestmark = pytest.mark.torch
+
+# It imports PyTorch once; each program runs in a fork of it.
+FORKING = """
+import json, os, sys, traceback
+import torch, torch._dynamo, torch.profiler, torch.utils.checkpoint
+
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        try:
+            sys.argv = json.loads(line)
+            with open(sys.argv[0]) as program:
+                exec(compile(program.read(), sys.argv[0], "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
 
 HEAD = """
 import sys
@@ -100,26 +118,38 @@ Make = Callable[..., Trace]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Make]:
     folder = tmp_path_factory.mktemp("recorded")
     kept: dict[tuple[str, ...], Trace] = {}
 
-    def recorded(code: str, *arguments: str) -> Trace:
-        key = (code, *arguments)
-        if key not in kept:
-            path = folder / f"{len(kept)}.json"
-            script = folder / "program.py"
-            script.write_text(HEAD + code, encoding="utf-8")
-            subprocess.run(
-                [sys.executable, script, path, *arguments],
-                check=True,
-                capture_output=True,
-                timeout=300,
-            )
-            kept[key] = load(path).traces[0]
-        return kept[key]
+    with (
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as forking,
+    ):
 
-    return recorded
+        def recorded(code: str, *arguments: str) -> Trace:
+            key = (code, *arguments)
+            if key not in kept:
+                path = folder / f"{len(kept)}.json"
+                script = folder / "program.py"
+                script.write_text(HEAD + code, encoding="utf-8")
+                assert forking.stdin is not None
+                assert forking.stdout is not None
+                forking.stdin.write(json.dumps([str(script), str(path), *arguments]) + "\n")
+                forking.stdin.flush()
+                while not (line := forking.stdout.readline()).strip().isdigit():
+                    assert line, (folder / "errors").read_text()  # else what the program prints
+                assert line == "0\n", (folder / "errors").read_text()
+                kept[key] = load(path).traces[0]
+            return kept[key]
+
+        yield recorded
 
 
 def names(trace: Trace) -> list[str]:

@@ -65,10 +65,10 @@ def archive(tmp_path: Path, imported: set[str]) -> Path:
     "arguments",
     [
         ["report", "."],
-        ["anonymize", ".", "-o", "../shared"],
         *(
             pytest.param(words, marks=pytest.mark.thorough)
             for words in (
+                ["anonymize", ".", "-o", "../shared"],
                 [
                     "report",
                     ".",

@@ -116,18 +116,18 @@ WRITTEN: dict[str, Callable[[TraceBuilder], str | bytes]] = {
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("how", WRITTEN)
-def test_parts_may_begin_anywhere(how: str, tmp_path: Path) -> None:
+def test_parts_may_begin_anywhere(how: str, tmp_path: Path, thorough: bool) -> None:
     path = tmp_path / "trace.json"
     content = WRITTEN[how](made())
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     whole, size = read_kineto(path), path.stat().st_size
     joined = 0
-    for begin in range(1, size, size // 97):
+    for begin in range(1, size, size // (97 if thorough else 19)):
         trace, together_ = in_parts(path, begin)
         assert_equal(trace, whole)
         joined += together_
-    assert (
-        joined >= 10
+    assert joined >= (
+        10 if thorough else 2
     )  # elsewhere it begins in metadata or at a false end, or what is before it has a fault
     trace, together_ = in_parts(path, 0, size // 5, size // 3, size // 2)
     assert_equal(trace, whole)

@@ -63,7 +63,11 @@ def made() -> tuple[Trace, ...]:
     )
 
 
-@pytest.mark.parametrize("steps", [None, (1, 2)], ids=["whole", "steps"])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param(None, marks=pytest.mark.thorough), (1, 2)],
+    ids=["whole", "steps"],
+)
 def test_odd_ranks_have_the_report_of_each_alone(
     steps: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,7 +310,7 @@ def test_errors_of_a_rank_are_those_of_the_whole() -> None:
     with pytest.raises(UsageError, match="--import no_such_module"):
         replay(plan_of(2), RunOptions(imports=("no_such_module",)))
     with pytest.raises(InputError) as caught:
-        replay(plan_of(2), RunOptions(memory_limit=10))
+        replay(plan_of(2), RunOptions(memory_limit=10, ranks=(0,)))
     assert caught.value.slug == "too-little-memory"
 
 
@@ -353,8 +353,11 @@ def test_processes_of_torchrun_take_a_rank_each_and_the_first_answers(two_ranks:
     assert {(row["outcome"], row["count"]) for row in answer["coverage"]} == {("run", 2)}
 
 
-def test_torchrun_with_another_number_of_processes_is_refused(two_ranks: Path) -> None:
-    done = under_torchrun(two_ranks, "--ranks", "0")
-    assert done.returncode != 0
-    assert "torchrun started 2 processes for 1 rank" in done.stderr
-    assert "wrong-world-size" in done.stderr
+def test_torchrun_with_another_number_of_processes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)  # as torchrun does for each of two processes
+    with pytest.raises(InputError, match="torchrun started 2 processes for 1 rank") as caught:
+        replay(plan_of(2), RunOptions(iterations=1, ranks=(0,)))
+    assert caught.value.slug == "wrong-world-size"

@@ -279,14 +279,14 @@ def test_every_table_is_downloaded_whole_as_csv_and_as_json(
 
 
 def test_every_column_sorts_both_ways_and_not_again(
-    reader: Reader, shown: dict[str, HtmlTree], paths: dict[str, str]
+    reader: Reader, shown: dict[str, HtmlTree], paths: dict[str, str], thorough: bool
 ) -> None:
     tried = set()
     for path, name, table in every_table(shown, paths):
         if name in tried:
             continue
         tried.add(name)
-        for head, href in list(table.sorts.items())[:2]:
+        for head, href in list(table.sorts.items())[: 2 if thorough else 1]:
             key = parse_qs(urlsplit(href).query)[f"{name}.sort"][0]
             column = key.removeprefix("-")
             whole = {row_key(row): row for row in reader.rows(path, name)}
@@ -597,18 +597,19 @@ def test_a_name_that_nothing_has_is_refused_in_words(reader: Reader, name: str) 
     ],
 )
 def test_an_address_that_is_nonsense_is_never_a_defect(
-    reader: Reader, paths: dict[str, str], query: str
+    reader: Reader, paths: dict[str, str], query: str, thorough: bool
 ) -> None:
-    for pattern, path in paths.items():
-        if pattern not in {
-            *ASKING,
-            "/jobs",
-            "/captures",
-            "/owners",
-            "/regressions/change",
-            "/kernels/history",
-        }:
-            continue
+    asked = [
+        *sorted(ASKING),
+        "/jobs",
+        "/captures",
+        "/owners",
+        "/regressions/change",
+        "/kernels/history",
+    ]
+    # Pages read their addresses alike: each nonsense is tried on every third of them, beginning with another one.
+    for pattern in asked if thorough else asked[len(query) % 3 :: 3]:
+        path = paths[pattern]
         seen = reader.ask(f"{path}{'&' if '?' in path else '?'}{query}")
         assert seen.status in {200, 400, 404}, (path, query, seen.status)
         if seen.status != 200:

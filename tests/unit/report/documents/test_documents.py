@@ -39,7 +39,15 @@ class WholeDocument(TypedDict):
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(f"kineto/{name}.json.gz", marks=NEEDS_TRACES, id=name) for name in NAMES]
+    "path",
+    [
+        pytest.param(
+            f"kineto/{name}.json.gz",
+            marks=[*NEEDS_TRACES, *[pytest.mark.thorough] * (name == "a100_ddp_nccl")],
+            id=name,
+        )
+        for name in NAMES
+    ],
 )
 def test_reports_of_public_traces_are_of_their_type(path: str) -> None:
     check_schema(build(Session((trace_of(path),), path)))

@@ -587,7 +587,14 @@ CAPTURE: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("unmeasured")
-@two
+@pytest.mark.parametrize(  # the policies do not differ in what a capture holds
+    "policy",
+    [
+        POLICIES["default"],
+        pytest.param(POLICIES["shapes kept"], marks=pytest.mark.thorough),
+    ],
+    ids=["default", "shapes kept"],
+)
 def test_no_secret_of_a_capture_survives(run: Anonymise, tmp_path: Path, policy: Policy) -> None:
     folders = []
     for number, capture in enumerate(planted(CAPTURE, few=True)):

@@ -102,7 +102,10 @@ class TestCollectives:
         assert [len(f) for f in files] == [2] * 4
         assert generated.totals["comm_bytes"] == [0 if kind == "barrier" else 4096] * 4
 
-    @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13])
+    @pytest.mark.parametrize(
+        "ranks",
+        [2, 5, 8, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (3, 4, 13))],
+    )
     @pytest.mark.parametrize(("algorithm", "kind"), MESSAGES)
     def test_algorithms_send_what_they_must(
         self, tmp_path: Path, algorithm: str, kind: str, ranks: int
