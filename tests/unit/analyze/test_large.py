@@ -13,7 +13,7 @@ from traceloom.trace.session import Session
 # Steps and stacks, allocations and communication, graphs, no host.
 USUAL = (
     "cpu_only_gloo_rank34",
-    "h800_deepseek_train",
+    "h100_bert_small",
     "mi210_gpu_only",
     "mi300_sglang_decode_graphs",
 )

@@ -251,7 +251,7 @@ def test_what_is_no_record_is_refused(data: bytes) -> None:
 
 
 def test_depth_is_harmless() -> None:
-    deep = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
+    deep = b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b"."
     with pytest.raises(ValueError, match="no flight record"):
         parse_flight_record(decode_plain_values(deep), 0)
 

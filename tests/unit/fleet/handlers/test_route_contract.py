@@ -319,7 +319,9 @@ SENT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "route", [route for route in ROUTES if route.parameters], ids=lambda route: route.path
 )
-def test_parameters_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -> None:
+def test_parameters_that_are_none_are_refused(
+    fleet: Fleet, route: FleetRoute, thorough: bool
+) -> None:
     assert route.parameters is not None
     path, token = fleet.address(route, there=True), fleet.token_for(route)
     answer = fleet.ask(route.method, f"{path}?no_such_parameter=1&wait=0", token)
@@ -327,7 +329,8 @@ def test_parameters_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -
     for field in msgspec.structs.fields(route.parameters):
         if FIRST[field.name, str(field.type)] is not route:
             continue  # it is read alike
-        for odd in ODD_IN_ADDRESS:
+        # Parameters of a type are read alike: each gets every third of the odd values, beginning with another one.
+        for odd in ODD_IN_ADDRESS if thorough else ODD_IN_ADDRESS[len(field.name) % 3 :: 3]:
             more = {"wait": "0", "version": "other"} if path.endswith("/work") else {}
             answer = fleet.ask(
                 route.method, f"{path}?{urlencode({**more, field.name: odd})}", token

@@ -22,7 +22,7 @@ FILES = [
     "kineto/h100_qwen_0.5b.json.gz",
     "kineto/mi300_vllm_piecewise_graphs.json.gz",
     "kineto/cpu_only_gloo_rank34.json.gz",
-    "diff/v100_test.json.gz",
+    pytest.param("diff/v100_test.json.gz", marks=pytest.mark.thorough),
 ]
 
 
