@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from support.beside import put, series, stacks, telemetry
+from support.once import alone, shared_folder
 from traceloom import load
 from traceloom.report import run
 from traceloom.report.document import Col
@@ -114,10 +115,18 @@ def run_with_stacks(folder: Path) -> Session:
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files of two pages: `plain` and `hostile`."""
-    folder = tmp_path_factory.mktemp("pages")
+    """The files of pages by their names, of which `plain` and `hostile` are the usual ones."""
+    folder = shared_folder(tmp_path_factory) / "pages"
+    with alone(folder):
+        if not (folder / "whole").exists():
+            folder.mkdir()
+            make_pages(folder)
+            (folder / "whole").touch()
+    return {path.stem: path for path in folder.glob("*.html")}
+
+
+def make_pages(folder: Path) -> None:
     names = [f"kernel_{k:02d}_gemm" if k % 2 else f"kernel_{k:02d}_copy" for k in range(9)]
-    out = {}
     runs = {
         "plain": run_of(*names, *(f"rare_{k}" for k in range(1))),
         "hostile": run_of(EVIL, "kind", name=EVIL),
@@ -146,14 +155,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     runs["rooted"] = load(rooted.write(folder / "rooted.json"))
     runs["beside"] = run_with_stacks(folder / "beside")
-    out["numbers"] = folder / "numbers.html"
-    out["numbers"].write_text(
+    (folder / "numbers.html").write_text(
         render_page(**NUMBERS, **list_sections([("s", "S", "", numbers())])), encoding="utf-8"
     )
     for name, session in runs.items():
-        out[name] = folder / f"{name}.html"
-        out[name].write_text(render_report_page(run.build(session), session), encoding="utf-8")
-    return out
+        page = render_report_page(run.build(session), session)
+        (folder / f"{name}.html").write_text(page, encoding="utf-8")
 
 
 NUMBERS = {"title": "Numbers", "name": "Numbers", "headline": "<h1>Numbers</h1>", "footer": ""}

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import traceloom
+from support.once import alone, shared_folder
 from traceloom.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +54,7 @@ def commands(page: Path, folder: Path) -> Iterator[list[str]]:
 
 
 class Recordings:
-    """Runs of the example: each choice of the recorder's options is recorded once, and copied from then on."""
+    """Runs of the example: each choice of the recorder's options is recorded once in a test run, and copied."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -66,6 +67,13 @@ class Recordings:
         kept = self._folder / re.sub(
             r"\W+", "-", " ".join([*options, *words[program : words.index("train.py")]])
         )
+        with alone(kept):
+            self._record(kept, words, options, program, folder)
+        shutil.copytree(kept, folder / words[at + 1])
+
+    def _record(
+        self, kept: Path, words: list[str], options: list[str], program: int, folder: Path
+    ) -> None:
         if not kept.exists():
             python = Path(sys.executable).parent
             env = os.environ | {
@@ -87,13 +95,12 @@ class Recordings:
                 command, cwd=folder, env=env, capture_output=True, text=True, check=False
             )
             assert done.returncode == 0, done.stderr
-        shutil.copytree(kept, folder / words[at + 1])
 
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
     """Of all pages."""
-    return Recordings(tmp_path_factory.mktemp("recordings"))
+    return Recordings(shared_folder(tmp_path_factory) / "recordings")
 
 
 @pytest.mark.torch

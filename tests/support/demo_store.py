@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from pathlib import Path
 
 import pytest
 
+from support.once import alone, shared_folder
 from traceloom.fleet.demo.data import build_recipe, fill_demo
 from traceloom.fleet.demo.serving import open_demo_directory
 from traceloom.fleet.store.captures import ServiceState
@@ -21,28 +20,25 @@ DAYS = 6  # fewer than the demo has
 
 def demo_store(factory: pytest.TempPathFactory) -> tuple[Path, WeeksRecipe, int]:
     """Its directory, which is to be left as it is, what it was made of, and when its weeks end, Unix time in ns."""
-    own = factory.getbasetemp()
-    folder = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder = shared_folder(factory)
     end = folder / "demo-ends"
-    with (folder / "demo.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with open_demo_directory(str(folder / "demo-store")) as directory:
-            if not directory.full:
-                now_ns = time.time_ns()
-                end.write_text(str(now_ns))
-                tables, state = (
-                    Tables(str(directory.path)),
-                    ServiceState(str(directory.path / "state.db")),
-                )
-                tables.create()
-                fill_demo(
-                    state,
-                    ObjectStore(str(directory.path)),
-                    tables,
-                    build_recipe(now_ns, DAYS),
-                    now_ns,
-                )
-                state.close()
-                directory.filled()
+    with alone(folder / "demo"), open_demo_directory(str(folder / "demo-store")) as directory:
+        if not directory.full:
+            now_ns = time.time_ns()
+            end.write_text(str(now_ns))
+            tables, state = (
+                Tables(str(directory.path)),
+                ServiceState(str(directory.path / "state.db")),
+            )
+            tables.create()
+            fill_demo(
+                state,
+                ObjectStore(str(directory.path)),
+                tables,
+                build_recipe(now_ns, DAYS),
+                now_ns,
+            )
+            state.close()
+            directory.filled()
     now_ns = int(end.read_text())
     return directory.path, build_recipe(now_ns, DAYS), now_ns
