@@ -35,7 +35,13 @@ def test_the_glossary_stays_short() -> None:
     assert 30 <= len(terms) == len(set(terms)) <= 60
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "request" else pytest.param(name, marks=pytest.mark.thorough)
+        for name in NEEDS
+    ],
+)
 def test_a_walk_is_the_one_in_the_page(name: str) -> None:
     if name != "column" and sys.platform != "linux":
         pytest.skip("the agent and the service are Linux's")

@@ -28,6 +28,8 @@ PAGES = [
         if page.name != "portal.md"
     ),
 ]
+# They run the verbs of all pages; options of the others are looked at in test_named_commands.py.
+USUAL = {"README", "first-report", "memory", "three-questions"}
 FAILED_CHECK = 5  # what a check says of two runs of a small program is up to chance
 # The program of all pages: the example, small, with whatever options a page gives it.
 TRAIN = f"""
@@ -104,7 +106,14 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Recordings:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if page.stem in USUAL else pytest.param(page, marks=pytest.mark.thorough)
+        for page in PAGES
+    ],
+    ids=lambda page: page.stem,
+)
 def test_every_command_of_a_page_runs(
     page: Path,
     recordings: Recordings,

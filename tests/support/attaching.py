@@ -19,7 +19,7 @@ import torch, torch.profiler
 import torch.optim.optimizer as optimizers, torch.autograd.profiler as profiler
 model = torch.nn.Linear(16, 16)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-steps, sleep_s = 0, 0.01
+steps, sleep_s = 0, 0.02
 torch.set_num_threads(1)
 
 def step():

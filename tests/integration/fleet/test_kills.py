@@ -26,7 +26,7 @@ POINTS = (
     "state.close_batch",
     "objects.delete",
 )
-QUICK = {("alone", "tables.commit", "after"), ("shared", "tables.commit", "after")}
+QUICK = {("shared", "tables.commit", "after")}
 
 
 @pytest.mark.parametrize(

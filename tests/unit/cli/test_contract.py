@@ -162,8 +162,9 @@ def test_a_file_is_written_once_whole_and_named_in_the_last_lines(
     refused(ran(*words), 3, "file-exists")
     if content is not None:
         assert path.read_bytes() == content
-    done = ran(*words, "--force", "--quiet")
-    assert (done.code, done.out) == (0, ""), done.err
+    if file == ANSWERS[name][1][0]:
+        done = ran(*words, "--force", "--quiet")
+        assert (done.code, done.out) == (0, ""), done.err
 
 
 @pytest.mark.parametrize(("name", "file"), {name: (name, file) for name, file in PAIRS}.values())

@@ -75,6 +75,7 @@ def test_odd_ranks_have_the_report_of_each_alone(
 
 
 @pytest.mark.data
+@pytest.mark.thorough
 @pytest.mark.skipif(not TRACES, reason="needs the public traces")
 def test_ranks_of_all_sorts_have_the_report_of_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = tuple(load(DATA / path).traces[0] for path in PUBLIC)

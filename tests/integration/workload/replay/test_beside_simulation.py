@@ -17,7 +17,8 @@ from traceloom.workload.replay.planning import make_plan
 
 pytest.importorskip("torch")
 
-pytestmark = pytest.mark.torch
+# The comparison itself is worked out in tests/unit/workload/replay/test_simulated.py.
+pytestmark = [pytest.mark.torch, pytest.mark.thorough]
 SOURCE = Path(traceloom.__file__).parents[1]
 PROGRAM = [
     "-m",
