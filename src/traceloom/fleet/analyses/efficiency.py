@@ -29,6 +29,7 @@ REFERENCE_DEVICE = "A100 SXM 80GB"
 
 MIN_JOBS = 10
 """Min jobs for a correlation of two metrics."""
+_RANKED_DIGITS = 12
 
 METRICS = {
     "device_use": "share of the device time that is held in which a job computes",
@@ -92,6 +93,8 @@ def compute_fleet_topline(
             job_rows.select(first, second)
             .drop_nulls()
             .filter(pl.all_horizontal(pl.all().is_finite()))
+            # The last digits of a sum depend on the order of its parts: they must not rank jobs.
+            .select(pl.all().round_sig_figs(_RANKED_DIGITS))
         )
         value = (
             known.select(pl.corr(first, second, method="spearman")).item()

@@ -114,6 +114,22 @@ def test_metrics_that_go_together_do(days: MadeDays) -> None:
     assert of_pair["roofline_fraction", "mfu"][1] is None  # the same for all jobs
 
 
+def test_what_goes_together_does_not_depend_on_the_order_of_rows(days: MadeDays) -> None:
+    """Jobs of a team are alike but for the last digit of a sum, which the order of its parts decides."""
+    usage, captures = days.usage.collect(), days.frames["captures"]
+    results = [
+        compute_fleet_topline(rows.lazy(), days.owned, captures, "job").correlations.drop_nulls()
+        for rows in (
+            usage,
+            usage.reverse(),
+            *(usage.sample(fraction=1, shuffle=True, seed=n) for n in range(3)),
+        )
+    ]
+    first, *others = (result["correlation"].to_list() for result in results)
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-12)
+
+
 def test_of_few_jobs_nothing_goes_together(days: MadeDays) -> None:
     few = days.usage.filter(pl.col("job").is_in(sorted(days.weeks.held_ms)[:5]))
     result = compute_fleet_topline(few, days.owned, days.frames["captures"], "job").correlations
