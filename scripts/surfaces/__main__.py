@@ -4,6 +4,7 @@
     python scripts/surfaces --static    # only what can be read without running anything: some seconds
     python scripts/surfaces --update    # write it anew
     python scripts/surfaces report link # some parts
+    python scripts/surfaces --texts DIR # keep there what digests stand for: `diff` those of two runs
 
 A change of a surface is meant, and said in the commit that changes the snapshot, or it is a fault.
 """
@@ -59,6 +60,9 @@ def main() -> int:
         "--static", action="store_true", help="only what can be read without running anything"
     )
     parser.add_argument("--update", action="store_true", help="write the snapshot anew")
+    parser.add_argument(
+        "--texts", type=Path, metavar="FOLDER", help="keep there what each digest stands for"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
@@ -67,6 +71,9 @@ def main() -> int:
     unknown = sorted(set(args.parts) - set(PARTS))
     if unknown:
         parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    if args.texts:
+        args.texts.mkdir(parents=True, exist_ok=True)
+        os.environ["SURFACES_TEXTS"] = str(args.texts.resolve())
     parts = [STATIC] if args.static else args.parts or list(PARTS)
     with tempfile.TemporaryDirectory(prefix="traceloom-surfaces-") as folder:
         home = Path(folder)

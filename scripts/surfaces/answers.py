@@ -26,6 +26,8 @@ import polars as pl
 
 import traceloom
 
+TEXTS = "SURFACES_TEXTS"
+"""The variable with the folder that keeps each content that a digest stands for."""
 WHOLE_TEXT = (
     24  # lines of a text that are kept as they are; of longer ones only the first of each paragraph
 )
@@ -100,7 +102,7 @@ class Masker:
             text = pattern.sub(name, text)
         text = _UNIX.sub(lambda match: "<now>" if self._is_now(float(match[0])) else match[0], text)
         text = _DATE.sub(self._date, text)
-        return _FRACTION.sub(lambda match: f"{float(match[0]):.{_DIGITS}g}", text)
+        return _FRACTION.sub(lambda match: f"{_rounded(float(match[0])):.{_DIGITS}g}", text)
 
     def _date(self, match: re.Match[str]) -> str:
         try:
@@ -134,15 +136,21 @@ class Masker:
             return value
         if self._is_now(value):
             return "<now>"
-        # A little more, so that what lies half-way is rounded alike.
-        return float(f"{value * (1 + 3e-11):.{_DIGITS}g}") if isinstance(value, float) else value
+        return _rounded(value) if isinstance(value, float) else value
+
+
+def _rounded(number: float) -> float:
+    # A little more first, so that what lies half-way is rounded alike.
+    return float(f"{number * (1 + 3e-11):.{_DIGITS}g}")
 
 
 def digest(content: str | bytes) -> str:
-    """Ten characters that stand for a content."""
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()[
-        :10
-    ]
+    """Ten characters that stand for a content, which is kept where `TEXTS` names a folder."""
+    raw = content.encode() if isinstance(content, str) else content
+    name = hashlib.sha256(raw).hexdigest()[:10]
+    if TEXTS in os.environ:
+        Path(os.environ[TEXTS], name).write_bytes(raw)
+    return name
 
 
 class Shapes:

@@ -62,7 +62,7 @@ import torch
 import traceloom
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(8):
+for _ in range(12):
     optimizer.zero_grad()
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
@@ -109,7 +109,7 @@ def inputs(folder: Path) -> None:
         "custom.py": "",
         "owners.toml": '[[rule]]\nmatch = {model = "speech"}\nset = {division = "research"}\n',
         "prices.toml": 'currency = "EUR"\n[device_hour]\ndefault = 2\n',
-        "triggers.toml": '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 0.2\n',
+        "triggers.toml": '[[triggers]]\nname = "daily"\non = "cadence"\nshare = 0.000001\n',
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -308,8 +308,8 @@ CASES: dict[str, str] = {
         completion nonsense
     """,
     "record": """
-        record -o made/first --steps 1..3 --stacks --memory --module-names path --shapes -- python tiny.py
-        record -o made/first --steps 1..3 --module-names class --no-shapes --no-graph-step --no-sources -- python tiny.py
+        record -o made/first --steps 7..10 --stacks --memory --module-names path --shapes -- python tiny.py
+        record -o made/first --steps 7..10 --module-names class --no-shapes --no-graph-step --no-sources -- python tiny.py
         record -o made/first --force --after 0 --duration 0.05 --module-names off -q -- python tiny.py
         record -o out/none
     """,
@@ -502,10 +502,20 @@ def lines_of(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
-def run_lines(caller: Caller, lines: Iterable[str], places: Mapping[str, str]) -> list[str]:
-    """Calls, as they are typed with names for what differs from run to run."""
+def run_lines(
+    caller: Caller,
+    lines: Iterable[str],
+    places: Mapping[str, str],
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """Calls, as they are typed with names for what differs from run to run.
+
+    `before` is called before each of them.
+    """
     lines_of = []
     for line in lines:
+        before()
         words = [
             re.sub(r"\{(\w+)\}", lambda match: places[match[1]], word) for word in shlex.split(line)
         ]

@@ -8,12 +8,15 @@ import http.client
 import os
 import re
 import shlex
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
+import polars as pl
 from answers import Describer, Masker
 from commands import Caller, lines_of, run_lines
 from routes import FILTERS, KERNEL, SAMPLES, TIME, Answer, Ask, Page, Routes, ask_routes
@@ -29,13 +32,13 @@ from traceloom.cli import main
 from traceloom.errors import TraceloomError
 from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
-from traceloom.fleet.store.captures import ROLES
+from traceloom.fleet.store.captures import ROLES, ServiceState
 from traceloom.fleet.store.tables import Tables
 from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, build_weeks
 
 MASKS = (
     (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"),
-    (re.compile(r"(?:(?<=%2F)|\b)[0-9a-f]{16}\b"), "<request>"),
+    (re.compile(r"(?:(?<=%2F)|(?<![\w.]))[0-9a-f]{16}\b"), "<request>"),
     (re.compile(r"\b\d{1,2} [A-Z][a-z]{2} \d\d:\d\d(:\d\d)?\b"), "<time>"),
     (
         re.compile(r"(?m)^ *Request +Job"),
@@ -44,9 +47,9 @@ MASKS = (
 )
 KEYS = frozenset({"attempts", "bytes", "expires_ns", "files", "seconds"})
 _ON_PAGES = (
-    (re.compile(r"\bof-[a-z]+\b"), "<name>"),
+    (re.compile(rf"\bof-(?:{'|'.join(ROLES)})\b"), "<name>"),
+    (re.compile(r'title="\d+"(?=>[\d.]+\s[kM]?B<)'), 'title="<bytes>"'),
     (re.compile(r"\b[\d.]+\s[kM]?B\b"), "<size>"),
-    (re.compile(r'title="\d{3,}"'), 'title="<number>"'),
 )
 """Pages name who reads them, and show how large captures are."""
 OWNERS = '[[rule]]\nmatch = {model = "vision"}\nset = {product = "segmentation"}\n'
@@ -157,6 +160,8 @@ def commands() -> list[str]:
 
 
 ENDED = {"done", "partial", "failed", "cancelled"}
+_WAIT_S = 600.0
+_SILENT_S = 10.0  # that hosts are at most: after a minute they count as lost
 WEEKS = WeeksRecipe(
     date(2020, 10, 5), captures=1, days=16, teams=[replace(team, kernels=8) for team in TEAMS]
 )
@@ -165,6 +170,8 @@ WEEKS = WeeksRecipe(
 class Fleet:
     """A service with made weeks, two hosts, a capture of theirs and one that was uploaded, and who
     asks it.
+
+    What it answers depends on nothing that goes on meanwhile: see `settle`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,14 +197,25 @@ class Fleet:
             "--proxy-role",
             "requester",
         ]
-        self.service = RunningService(folder, *words, command=patient(60))
+        self.service = RunningService(folder, *words, command=patient(_WAIT_S, commit_s=0.5))
+        self.folder, self.tables = folder, tables
+        self.state = ServiceState(str(store / "state.db"))
+        self.hosts: list[SimulatedHost] = []
+        self._heard_s = 0.0  # of the monotonic clock, when hosts were told to act last
+        self._alone = False  # whether they act by themselves
         self.tokens: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Let in everybody, and have the captures made."""
+        folder = self.folder
         admin = self.service.client()
         for role in ROLES:
             self.tokens[role] = admin.post("tokens", {"name": f"of-{role}", "role": role})["token"]
         self.admin = self.service.client(self.tokens["admin"])
-        until(self._leads)
+        until(self._leads, _WAIT_S)
+        self.admin.post("compact")  # else the service does so by itself, from 02:00 on
         self.admin.post("tokens", {"name": "spare", "role": "viewer"})
+        now_ns = time.time_ns()
         *self.hosts, spare = [
             SimulatedHost(
                 [self.service.url],
@@ -205,18 +223,18 @@ class Fleet:
                 self.admin.post("agents", {"host": name})["token"],
                 [ranked_process(rank, "job")],
                 folder,
+                base_ns=now_ns,
             )
             for rank, name in enumerate(("node0", "node1", "spare"))
         ]
         spare.close()
-        for host in self.hosts:
-            until(host.go_on)
+        self.beat()
         self.tokens["host"] = self.hosts[0].clients[0].credential
         self.tokens |= {"nobody": "", "stranger": "nonsense"}
         for name, text in (("owners", OWNERS), ("prices", PRICES)):
             self.admin.post(name, {"text": text})
         self.request = self.admin.post("requests", {"wanted": {"job": "job", "steps": 2}})["id"]
-        until(self._traced)
+        until(self._traced, _WAIT_S)
         (folder / "token").write_text(self.tokens["admin"])
         who = ["--server", self.service.url, "--token-file", str(folder / "token")]
         with captured() as (_, errors):
@@ -224,13 +242,28 @@ class Fleet:
                 errors.getvalue()
             )
         [self.capture] = [of["id"] for of in self.admin.get("captures", job="slurm-42")["captures"]]
-        until(self._kept, 120)
+        until(self._told, _WAIT_S)
+        self.settle()
 
-    def _kept(self) -> bool:
-        """Whether no capture waits."""
-        return all(
-            of["state"] in {"committed", "quarantined"}
-            for of in self.admin.get("captures")["captures"]
+    def _told(self) -> bool:
+        """Whether the tables have what hosts say of their job: the service looks for it now and
+        then.
+        """
+        self.beat()
+        return bool(self.tables.scan("jobs").filter(pl.col("job") == "job").collect().height)
+
+    def settle(self) -> None:
+        """Hosts are there and do what is due, and then the service has nothing to do: no capture is
+        analysed or waits to be, and no row waits to be put into the tables.
+        """
+        self.beat()
+        until(self._settled, _WAIT_S)
+
+    def _settled(self) -> bool:
+        tasks = self.state.counts()
+        return not (
+            any(tasks[state] for state in ("received", "checked", "analysed"))
+            or self.state.rows_wait(minutes=True)
         )
 
     def _leads(self) -> bool:
@@ -242,8 +275,7 @@ class Fleet:
             return False
 
     def _traced(self) -> bool:
-        for host in self.hosts:
-            host.go_on()
+        self.beat(early=True)
         return self.admin.get(f"requests/{self.request}")["state"] in ENDED
 
     def ask(self, method: str, path: str, who: str, content: bytes | None) -> Answer:
@@ -254,7 +286,9 @@ class Fleet:
     def _sent(
         self, method: str, path: str, headers: dict[str, str], content: bytes | None
     ) -> Answer:
-        connection = http.client.HTTPConnection("127.0.0.1", self.service.port, timeout=60)
+        if time.monotonic() - self._heard_s > _SILENT_S:
+            self.beat()
+        connection = http.client.HTTPConnection("127.0.0.1", self.service.port, timeout=_WAIT_S)
         connection.request(method, path, content, headers)
         response = connection.getresponse()
         answer = Answer(response.status, dict(response.getheaders()), response.read())
@@ -270,17 +304,37 @@ class Fleet:
 
         return ask
 
-    def beat(self) -> None:
-        """The hosts are there."""
-        for host in self.hosts:
-            host.beat()
+    def beat(self, *, early: bool = False) -> None:
+        """The hosts are there, and get ready for what is asked of them; they begin with it when it
+        is due, or `early`.
+        """
+        for host in self.hosts if not self._alone else ():
+            until(lambda host=host: host.go_on(early=early), _WAIT_S)
+        self._heard_s = time.monotonic()
+
+    def open_requests(self) -> list[dict[str, Any]]:
+        """Requests that have not ended."""
+        requests = self.admin.get("requests")["requests"]
+        return [request for request in requests if request["state"] not in ENDED]
+
+    def arm(self) -> None:
+        """Hosts are ready for all that was asked of them, and stay so until `begin`: what is not
+        ready within 30 s fails.
+        """
+
+        def armed() -> bool:
+            self.beat()
+            return all(request["state"] == "armed" for request in self.open_requests())
+
+        until(armed, _WAIT_S)
+        self.settle()
 
     def begin(self) -> None:
         """From now on hosts do by themselves what is asked of them; nothing is, so far."""
-        for request in self.admin.get("requests")["requests"]:
-            if request["state"] not in ENDED:
-                self.admin.delete(f"requests/{request['id']}")
-        self.beat()
+        for request in self.open_requests():
+            self.admin.delete(f"requests/{request['id']}")
+        self.settle()
+        self._alone = True
         for host in self.hosts:
             host.begin()
 
@@ -288,6 +342,7 @@ class Fleet:
         """End it."""
         for host in self.hosts:
             host.close()
+        self.state.close()
         self.service.end()
 
 
@@ -297,9 +352,11 @@ def describe(folder: Path, describer: Describer) -> dict[str, list[str]]:
     home.mkdir()
     fleet = Fleet(home)
     try:
+        fleet.prepare()
         routes = fleet_routes(fleet)
         who = ["nobody", "stranger", "host", *ROLES]
-        lines = ask_routes(routes, who, "admin", fleet.ask, describer, before=fleet.beat)
+        lines = ask_routes(routes, who, "admin", fleet.ask, describer, before=fleet.settle)
+        fleet.arm()
         shown = fleet_pages(fleet, Describer(Masker(folder, (*MASKS, *_ON_PAGES), KEYS)))
         fleet.begin()
         (folder / "token").write_text(fleet.tokens["admin"])
@@ -314,7 +371,8 @@ def describe(folder: Path, describer: Describer) -> dict[str, list[str]]:
             "folder": str(home),
         }
         verbs = Describer(describer.masker)
-        called = run_lines(Caller(folder, verbs), [*lines_of(FIRST), *commands()], places)
+        every = [*lines_of(FIRST), *commands()]
+        called = run_lines(Caller(folder, verbs), every, places, before=fleet.settle)
     finally:
         fleet.close()
     return {
@@ -361,7 +419,7 @@ def fleet_pages(fleet: Fleet, describer: Describer) -> list[str]:
     others = [Page("/sign-in"), Page("/sign-out", "POST"), Page("/none")]
     routes = Routes("page", [*paths, *others], there)
     return ask_routes(
-        routes, list(cookies), "admin", fleet.browse(cookies), describer, before=fleet.beat
+        routes, list(cookies), "admin", fleet.browse(cookies), describer, before=fleet.settle
     )
 
 

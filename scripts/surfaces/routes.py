@@ -112,12 +112,12 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "start": "step",
             "at_step": 5,
         },
-        {"wanted": {"job": "job", "steps": 2}, "after_s": 600, "mark": "mine"},
+        {"wanted": {"job": "job", "steps": 2}, "after_s": 3600, "mark": "mine"},
         {"wanted": {"job": "none", "steps": 2}},
     ],
     "POST /api/v1/agents": [{"host": "node9", "days": 1}],
     "POST /api/v1/agents/enrol": [
-        {"token": "none", "host": "node9", "boot_id": "b", "version": "1", "protocol": 1}
+        {"token": "none", "host": "node9", "boot_id": "b", "version": "1"}
     ],
     "POST /api/v1/agents/{host}/heartbeat": [
         {
@@ -152,7 +152,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "POST /api/v1/webhooks": [
         {
             "name": "new",
-            "url": "https://93.184.216.34/hook",
+            "url": "http://127.0.0.1:9/hook",
             "events": ["request.done", "regression.new"],
         },
     ],
@@ -245,6 +245,10 @@ class Routes:
                 fields = [f.encode_name for f in msgspec.structs.fields(route.body)]
                 yield from (
                     f"no case for: {title}, body.{name}" for name in fields if name not in sent
+                )
+                yield from (
+                    f"no such field any more: {title}, body.{name}"
+                    for name in sorted(sent - set(fields))
                 )
 
 

@@ -52,10 +52,16 @@ def ranked_process(rank: int, job: str, user: str = "ada") -> HostProcess:
     )
 
 
-def made_part(folder: Path, host: str, processes: Sequence[HostProcess]) -> list[HostFile]:
-    """What an agent keeps of a request, in a new folder: a trace of two steps of each rank and `capture.json`."""
+def made_part(
+    folder: Path, host: str, processes: Sequence[HostProcess], base_ns: int | None = None
+) -> list[HostFile]:
+    """What an agent keeps of a request, in a new folder: a trace of two steps of each rank and `capture.json`.
+
+    The traces begin at `base_ns`, Unix time; None: now.
+    """
     folder.mkdir(parents=True)
-    base_ns, ranks = time.time_ns(), []
+    base_ns = time.time_ns() if base_ns is None else base_ns
+    ranks = []
     for process in processes:
         rank, world_size = process.rank or 0, process.world_size or 1
         made = TraceBuilder(rank, world_size, host=host, base_ns=base_ns)
@@ -105,6 +111,8 @@ class SimulatedHost:
         processes: That run on it; those of the first one's job are traced.
         folder: For what it keeps of requests.
         devices: It has; None: one for the first process.
+        base_ns: When its traces begin, Unix time; None: now. Hosts whose traces begin at one instant have the same
+            findings in every run.
     """
 
     def __init__(
@@ -115,13 +123,14 @@ class SimulatedHost:
         processes: Sequence[HostProcess],
         folder: Path,
         devices: Sequence[HostDevice] | None = None,
+        base_ns: int | None = None,
     ) -> None:
         self.clients = [ServiceClient(url, timeout_s=5) for url in urls]
         self.name, self.processes, self.folder = name, list(processes), folder / name
         self.traced = [process for process in processes if process.job == processes[0].job]
         usual = [HostDevice(uuid=f"GPU-{processes[0].rank}", model="H100")]
         self.devices = usual if devices is None else list(devices)
-        self.files = made_part(self.folder, name, self.traced)
+        self.files = made_part(self.folder, name, self.traced, base_ns)
         enrolment = Enrolment(token=token, host=name)
         credential = self.ask(
             lambda client: client.post("agents/enrol", enrolment, HostCredentials)
