@@ -47,6 +47,8 @@ Other verbs are a failure.
 """
 
 _SHOWN = 400  # lines of differences
+_KEPT_VARIABLES = ("LD_LIBRARY_PATH", "TMPDIR", "SURFACES_TEXTS")
+"""Others are not of the snapshot: answers name jobs, threads, proxies and CI by them."""
 CHECK_FAILED = 5
 
 
@@ -98,11 +100,7 @@ def _process(part: str, home: Path) -> tuple[int, str]:
     own = home / part
     own.mkdir()
     (home / "made").mkdir(exist_ok=True)
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("TRACELOOM_", "XDG_"))
-    }
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     environment = {
         **kept,
         "HOME": str(own),

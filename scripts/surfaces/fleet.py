@@ -40,6 +40,7 @@ MASKS = (
     (re.compile(r"\bc[0-9a-f]{20}\b"), "<capture>"),
     (re.compile(r"(?:(?<=%2F)|(?<![\w.]))[0-9a-f]{16}\b"), "<request>"),
     (re.compile(r"\b\d{1,2} [A-Z][a-z]{2} \d\d:\d\d(:\d\d)?\b"), "<time>"),
+    (re.compile(r"(Looked at) (?!2020)\d{4}-\d\d-\d\d 00:00"), r"\1 <30 days ago>"),
     (
         re.compile(r"(?m)^ *Request +Job"),
         "Request  Job",
