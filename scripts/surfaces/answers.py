@@ -124,6 +124,8 @@ class Masker:
         if key == "files" and "files" in self._keys and isinstance(value, dict):  # name -> bytes
             return dict.fromkeys(value, "<int>")
         if isinstance(value, dict):
+            if str(value.get("output", "")).endswith(".gz") and "bytes" in value:
+                value = {**value, "bytes": "<int>"}  # two packings may differ by a byte
             return {
                 self.text(str(name)): self.document(inner, str(name))
                 for name, inner in value.items()
