@@ -171,7 +171,7 @@ def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) 
         )
     # What bounds a kernel is that of the first capture of its kind: near the threshold it may differ.
     share = pl.col("roofline_ns") / pl.col("total_ns")
-    clear = pl.col("roofline_ns").is_null() | ((share / LATENCY_SHARE - 1).abs() > 0.02)
+    clear = pl.col("roofline_ns").is_null() | ((share / LATENCY_SHARE - 1).abs() > 0.06)
     bounds = demo.tables.scan("kernels").filter(of_capture).filter(clear).collect()
     expected = by_analysis["kernels"].filter(clear)
     assert 0 < bounds.height == expected.height
