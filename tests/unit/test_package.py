@@ -52,11 +52,10 @@ FOR_CAPTURE = {
 }  # imported into the user's process: the standard library alone
 LAZY_CYCLES = (
     {"traceloom.cli", "traceloom.cli.outputs"},
-    {"traceloom.capture.kineto", "traceloom.capture.observer_safety"},
     {
         "traceloom.capture.attach",
+        "traceloom.capture.exits",
         "traceloom.capture.in_code",
-        "traceloom.capture.main_thread",
         "traceloom.capture.output",
         "traceloom.capture.recorder",
     },

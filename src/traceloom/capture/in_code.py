@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from traceloom.capture import manifest, writing
-from traceloom.capture.attach import attach, get_recorder, is_torch_supported
+from traceloom.capture.attach import attach, detach, get_recorder, had_session, is_torch_supported
 from traceloom.capture.settings import Settings, check_times, parse_steps, print_message, print_once
 from traceloom.capture.writing import Lock
 from traceloom.errors import CaptureError, OutputError
@@ -62,6 +62,12 @@ class Recording:
             return self
         if not is_torch_supported():
             return self
+        if had_session():
+            print_once(
+                "recorded-before",
+                "nothing more is recorded: a process can be recorded once, and this one was",
+            )
+            return self
         from traceloom.capture.distributed import read_rank_and_world
 
         # Claim the directory for this rank. An earlier capture in it stays until the new one is
@@ -94,8 +100,7 @@ class Recording:
             raise
         self._recorder = attach(self._settings)
         self.active = True
-        self._recorder.used_torch = True
-        self._recorder.first_call()
+        self._recorder.called()
         return self
 
     def __exit__(
@@ -109,7 +114,7 @@ class Recording:
             return
         self.active = False
         recorder.finish("block" if kind is None else f"exception: {kind.__name__}", error)
-        recorder.attachment.detach()
+        detach(recorder)
         if not self._lock.held:
             return  # a fork of the process that records
         storage, made = recorder.storage, Path(self._settings.directory)
@@ -165,9 +170,8 @@ def record(
         stacks: Record Python call stacks and modules.
         memory: Record allocations.
         force: Replace an earlier capture in that directory, when the new one is whole.
-        **options: `after` and `duration` in seconds instead of steps; `shapes`, `graph_step`,
-        `sources` and `quiet` as
-            in `traceloom record --help`.
+        **options: `after` and `duration` in seconds instead of steps; `graph_step`, `sources`,
+            `max_memory` and `quiet` as in `traceloom record --help`.
 
     Returns:
         A context manager; its `path` is the capture directory.

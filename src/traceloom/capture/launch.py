@@ -94,14 +94,13 @@ class Launch:
         return True
 
     def environment(self) -> dict[str, str]:
-        """The environment of the command: our hook, the settings, and silence for libkineto."""
+        """The environment of the command: our hook and the settings."""
         env = dict(os.environ)
         path = env.get("PYTHONPATH")
         env["PYTHONPATH"] = os.pathsep.join([str(_HOOK), *([path] if path else [])])
         env[VARIABLE] = self._settings.to_json()
         env["TRACELOOM_HOME"] = str(_HOME)
         env["TRACELOOM_MARKER"] = str(self._notes / "hook")
-        env.setdefault("KINETO_LOG_LEVEL", "6")
         # PyTorch's own record of collective calls must hold a whole window (its default is 2,000
         # calls).
         env.setdefault("TORCH_FR_BUFFER_SIZE", "20000")
@@ -125,6 +124,7 @@ class Launch:
                 ) from error
             reached(process)
             status = self._status = process.wait()
+            writing.wait_for_writers(self._notes)
             with contextlib.suppress(OSError, ValueError):  # only the diagnosis suffers
                 for path in self._notes.iterdir():
                     self._reached.add(path.name)

@@ -15,6 +15,7 @@ import math
 import re
 import shutil
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class KernelSources:
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
 
-def copy_sources(trace: Path, folder: Path) -> KernelSources:
+def copy_sources(trace: Path, folder: Path, others: Iterable[str] = ()) -> KernelSources:
     """Copy the sources that a trace of Kineto in plain JSON names into a folder, which is made
     where there are any.
 
@@ -56,7 +57,7 @@ def copy_sources(trace: Path, folder: Path) -> KernelSources:
         OSError: The trace cannot be read, or the folder not be written.
     """
     out, left = KernelSources(), MAX_TOTAL_BYTES
-    for path in sorted(_find_source_paths(trace)):
+    for path in sorted({*_find_source_paths(trace), *map(Path, others)}):
         if path.suffix != ".py":  # none is stated, or it is no module of Python
             continue
         if not FILE_NAME.fullmatch(path.name) or path.name in out.files:

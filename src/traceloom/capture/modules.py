@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from traceloom.capture.kineto import annotate
 from traceloom.capture.scope import MODULE_PREFIX, scope
+from traceloom.capture.session import annotate
 
 WRAPPER_ATTRIBUTES = {
     "DistributedDataParallel": "module",

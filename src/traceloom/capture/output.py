@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
-import re
+import select
+import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from traceloom.capture import distributed, environment, manifest, memory, writing
-from traceloom.capture.main_thread import is_child_of_multiprocessing
+from traceloom.capture.cut import TracePart, cut_trace
+from traceloom.capture.exits import fork_quietly, is_child_of_multiprocessing
 from traceloom.capture.memory import AllocatorHistory, count_live_bytes
 from traceloom.capture.settings import WARM_UP_STEPS, Settings, print_once
 from traceloom.capture.steps import Mark, StepClock, StepLog
 
 if TYPE_CHECKING:
-    from traceloom.capture.kineto import GraphStepRecorder
+    from traceloom.capture.host_trace import HostTrace
     from traceloom.capture.recorder import RecordedWindow
 
 # Longer tables are put into a file of their own.
 INLINE_ROWS = 10_000
-_OPERATOR = b'"cat": "cpu_op"'
-_PIECE = 1 << 24
-
-
-class FallbackTrace(NamedTuple):
-    """A trace that is exported, in case nothing better follows."""
-
-    path: Path
-    whole: bool
-    operators: int
+_BYTES_PER_EVENT = 700  # of a trace in plain JSON
+_STUCK_SECONDS = 10.0  # without running: it waits for a lock that was held when it was made
+_LEGENDS = {"groups", "kinds", "types"}  # of columns, in a table of calls
+_FORK_SECONDS = 5.0
 
 
 class CaptureOutput:
@@ -43,7 +41,6 @@ class CaptureOutput:
         self._settings = settings
         self._log = log
         self._clock = clock
-        self._writer = writing.BackgroundWriter()
         self._created_ns = time.time_ns()
         self._stem: str | None = None
         self._window: dict[str, Any] | None = None
@@ -51,7 +48,6 @@ class CaptureOutput:
         self._graph_table: dict[str, Any] | None = None
         self._collectives: dict[str, Any] | None = None
         self._thread_cpu: dict[str, list[int]] | None = None
-        self._shapes = bool(settings.shapes)
         self._census: dict[str, list[Any]] | None = None
         self._last_census: dict[str, list[Any]] | None = None
         self._out_of_memory: dict[str, str] | None = None
@@ -63,13 +59,16 @@ class CaptureOutput:
         self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
         self._places = writing.CaptureFolders(self.directory)
-        self._holds = 0
         self._used_torch = False
+        self._writer_process = 0
+        self._pid = os.getpid()
+        self._host_trace: HostTrace | None = None
+        self.kernel_files: set[str] = set()  # of compiled kernels that were launched
 
     @property
-    def busy(self) -> bool:
-        """Whether files are written just now."""
-        return self._writer.busy
+    def has_writer(self) -> bool:
+        """Whether a fork writes, or has written, what was recorded."""
+        return self._writer_process > 0
 
     @property
     def empty(self) -> bool:
@@ -80,10 +79,6 @@ class CaptureOutput:
     def moved(self) -> bool:
         """Whether a part of it lies elsewhere, because the directory took no more."""
         return any(notice["slug"] == "capture-moved" for notice in self._notices)
-
-    def rest(self) -> None:
-        """Write what there is to be written, and have no thread until there is more."""
-        self._writer.rest()
 
     def look_around(self) -> None:
         """Note the place in the job and the groups; at its end a program may have left them
@@ -118,114 +113,238 @@ class CaptureOutput:
         """Where PyTorch's observer writes during the graph step."""
         return self._places.for_torch(0) / f"{self.stem()}.host.json"
 
-    def hold(self, window: RecordedWindow) -> FallbackTrace | None:
-        """Export what was recorded, without a name in the capture yet; None where it could not be
-        written at all.
+    def note(self, slug: str, message: str) -> None:
+        """Keeps a notice about this recording, and says it once."""
+        if all(notice["slug"] != slug for notice in self._notices):
+            print_once(slug, message)
+            self._notices.append({"slug": slug, "message": message})
+
+    def prepare(self, window: RecordedWindow) -> None:
+        """Notes what is known of a window whose session is paused."""
+        self._census, self._last_census = window.census, window.last_census
+        self._thread_cpu = window.thread_cpu
+        self._collectives = _cut_columns(window.collectives, window.start_ns, window.end_ns)
+        self._allocators = memory.describe_memory() if self._settings.memory else None
+
+    def write_in_child(self, window: RecordedWindow, *, used_torch: bool) -> None:
+        """Has a fork end the session and write it, while the program goes on.
+
+        The fork is the child of a child that has ended, so that the program never has to wait for
+        it; nobody is told of it who handles the ends of children.
         """
+        if not used_torch or signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+            return
+        self.stem()
+        self._used_torch = used_torch
+        read, write = os.pipe()
+        child = fork_quietly()
+        if child == 0:
+            try:
+                grandchild = fork_quietly()
+                if grandchild > 0:
+                    os.write(write, b"%d" % grandchild)
+                elif grandchild == 0:
+                    time.sleep(0)
+                    os.write(write, b"+")
+                    self._work_in_fork(window)
+            finally:
+                os.kill(os.getpid(), signal.SIGKILL)
+        os.close(write)
+        if child > 0:
+            said, deadline = b"", time.monotonic() + _FORK_SECONDS
+            while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                said += (more := os.read(read, 32))
+                if not more or (b"+" in said and len(said) > 1):
+                    break
+            number = int(said.strip(b"+") or b"0")
+            if b"+" in said:
+                self._writer_process = number
+            else:  # they hang: a thread asked for Python in the very instant of a fork
+                for process in (child, number):
+                    if process:
+                        os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                os.waitpid(child, 0)
+        os.close(read)
+
+    def _work_in_fork(self, window: RecordedWindow) -> None:
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        with contextlib.suppress(OSError):
+            os.nice(5)
+        busy = self._result_path().with_suffix(".writing")
+        busy.write_text(str(os.getpid()), encoding="ascii")
+        self.keep(window, used_torch=self._used_torch)
+        result = {"window": self._window, "graph": self._graph, "notices": self._notices}
+        writing.write_json(self._result_path(), result)
+        busy.unlink()
+
+    def _result_path(self) -> Path:
+        return self.directory / writing.NOTES / f"{self.stem()}.written"
+
+    def adopt_child(self) -> bool:
+        """Takes over what a fork has written, and waits for it; False where there is nothing whole."""
+        process, self._writer_process = self._writer_process, 0
+        if not process:
+            return False
+        path = self._result_path()
+        ran, since = -1, time.monotonic()
+        while not path.exists():
+            now_ran = _read_run_ticks(process)
+            if now_ran is None:
+                break
+            if now_ran > ran:
+                ran, since = now_ran, time.monotonic()
+            elif time.monotonic() - since > _STUCK_SECONDS:
+                os.kill(process, signal.SIGKILL)
+                break
+            time.sleep(0.01)
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        self._window, self._graph = result["window"], result["graph"]
+        for notice in result["notices"]:  # the fork has said them to nobody
+            if notice not in self._notices:
+                print_once(notice["slug"], notice["message"])
+        self._notices = result["notices"] + [
+            notice for notice in self._notices if notice not in result["notices"]
+        ]
+        return True
+
+    def keep(self, window: RecordedWindow, *, used_torch: bool) -> None:
+        """Ends the session, writes its trace and cuts the window out of it."""
+        self._used_torch = used_torch
+        self.look_around()
+        steps = max(0, window.end_step - window.first_step)
+        expected = _BYTES_PER_EVENT * window.events
+        window.session.end()
+        try:
+            folder = self._places.for_torch(expected)
+        except OSError as error:
+            self.note("disk-full", f"nothing of the trace is written: {error}")
+            return
         notes = self.directory / writing.NOTES
-        folder = self._places.for_torch(window.end_ns - window.start_ns)
         if folder == self.directory:
             with contextlib.suppress(OSError):
                 notes.mkdir(parents=True, exist_ok=True)
                 folder = notes
-        self._holds += 1
-        plain = folder / f"{os.getpid()}-{self._holds}.kineto.json"
-        complete = self._export(plain, window.kineto.save)
-        if not plain.exists():
-            return None
-        operators, rest = 0, b""
-        with plain.open("rb") as file:
-            while piece := file.read(_PIECE):
-                text = rest + piece
-                operators += text.count(_OPERATOR)
-                rest = text[-len(_OPERATOR) + 1 :]
-        return FallbackTrace(plain, complete, operators)
-
-    def keep(self, window: RecordedWindow, *, used_torch: bool) -> None:
-        """Write a recorded window: exported now if it is not yet, compressed beside the steps."""
-        self._used_torch = used_torch
-        self.look_around()
-        steps = max(0, window.end_step - window.first_step)
-        held = window.held
-        if not used_torch:
-            # Without rank and steps, where others have recorded theirs, it has only started them;
-            # one of several workers has not, and whether these are the job is known at the end.
-            notes = self.directory / writing.NOTES
-            others = notes.is_dir() and any(
-                path.name.startswith(("rank", "pid")) for path in notes.iterdir()
-            )
-            has_started = others and not is_child_of_multiprocessing()
-            is_bystander = self._place[0] is None and self._log.number == 0 and has_started
-            if is_bystander or (
-                held is not None and held.whole and not steps and not held.operators
-            ):
-                if held is not None:
-                    held.path.unlink(missing_ok=True)
-                return
-        self._writer.wait()  # an earlier attempt may still be on its way into the same file
-        if held is not None:
-            plain = self._named(held.path, "kineto.json")
-        else:
-            plain = (
-                self._places.for_torch(window.end_ns - window.start_ns)
-                / f"{self.stem()}.kineto.json"
-            )
-            self._export(plain, window.kineto.save)
-        if not plain.exists():
+        plain = folder / f"{os.getpid()}.raw.json"
+        if not self._export(plain, window.session.save):
+            return
+        if not used_torch and self._is_bystander(steps):
+            plain.unlink(missing_ok=True)
+            return
+        part = TracePart(
+            start_ns=window.start_ns if window.kind == "steps" else 0,
+            end_ns=window.end_ns,
+            steps=tuple(window.boundaries),
+            thread=window.thread,
+            process=self._pid,
+        )
+        try:
+            target, operators, first_ns = self._write_part(plain, "kineto.json.gz", part)
+            if self._host_trace is not None:
+                self._keep_graph(self._host_trace, plain, part)
+        except OSError as error:
+            self.note("disk-full", f"the trace could not be written: {error.strerror or error}")
+            return
+        finally:
+            with contextlib.suppress(OSError):
+                plain.unlink(missing_ok=True)
+        if not used_torch and not steps and not operators:
+            target.unlink(missing_ok=True)
             return
         self._window = {
-            "file": plain.name,
+            "file": self._name_of(target),
             "kind": window.kind,
             "first_step": window.first_step if steps else None,
             "step_count": steps,
-            "start_ns": window.start_ns
-            if steps
-            else _read_first_operator_ns(plain) or window.start_ns,
+            "start_ns": window.start_ns if steps else first_ns or window.start_ns,
             "end_ns": window.end_ns,
         }
-        if window.kind == "early" and self._settings.stacks:
-            message = (
-                "the run ended before the window began; what was recorded until then has no stacks"
-            )
-            self._notices.append({"slug": "no-early-stacks", "message": message})
-        self._collectives, self._census, self._last_census = (
-            window.collectives,
-            window.census,
-            window.last_census,
-        )
-        self._thread_cpu, self._shapes = window.thread_cpu, window.shapes
-        self._allocators = memory.describe_memory() if self._settings.memory else None
         if self._out_of_memory is None:  # else it is written, as it was at that instant
             self._memory_snapshot()
-        table = self._window
-        self._writer.submit(lambda: self._compress(table, "file", plain))
-        self._writer.submit(lambda: self._publish("running"))
+        self._publish("running")
 
-    def keep_before(self, held: FallbackTrace) -> None:
-        """Write what came before the window, in a file of its own; it counts for nothing."""
-        if self._window is None or not held.operators:
-            held.path.unlink(missing_ok=True)
-            return
-        self._writer.wait()
-        plain = self._named(held.path, "before.kineto.json")
-        table = self._window["before"] = {"file": plain.name, "operators": held.operators}
-        self._writer.submit(lambda: self._compress(table, "file", plain))
+    def _is_bystander(self, steps: int) -> bool:
+        """Whether this process, which called no module, has only started those that are recorded.
 
-    def keep_graph(self, graph: GraphStepRecorder, step: int) -> None:
-        """Write the graph step."""
-        self._writer.wait()
-        host = graph.host_path
-        plain = host.with_name(f"{self.stem()}.graph.kineto.json")
-        if not self._export(plain, graph.save):
-            plain.unlink(missing_ok=True)
-            host.unlink(missing_ok=True)
+        One of several workers has not, and whether these are the job is known at the end.
+        """
+        notes = self.directory / writing.NOTES
+        others = notes.is_dir() and any(
+            path.name.startswith(("rank", "pid")) for path in notes.iterdir()
+        )
+        has_started = others and not is_child_of_multiprocessing()
+        return bool(self._place[0] is None and not steps and has_started)
+
+    def _write_part(
+        self, plain: Path, suffix: str, part: TracePart
+    ) -> tuple[Path, int, int | None]:
+        """Cuts a part out of the session's trace; its file, operators, and when the first began.
+
+        Raises:
+            OSError: It could not be written anywhere.
+        """
+        name = f"{self.stem()}.{suffix}"
+        folders = list(dict.fromkeys((self.directory, plain.parent)))
+        if plain.parent == self.directory / writing.NOTES:
+            folders = [self.directory]
+        for folder in folders:
+            target = folder / name
+            try:
+                with (
+                    writing.write_atomically(target) as temporary,
+                    gzip.open(temporary, "wb", compresslevel=writing.GZIP_LEVEL) as sink,
+                ):
+                    operators, first_ns = cut_trace(plain, sink, part)
+            except OSError as error:
+                if folder is folders[-1]:
+                    raise
+                why = writing.describe_write_error(error, folder)
+                continue
+            if folder != self.directory:
+                self.note(
+                    "capture-moved",
+                    f"`{self.directory}` takes no more data ({why}); what was recorded is in "
+                    f"`{folder}`",
+                )
+            return target, operators, first_ns
+        raise AssertionError("there is a folder")
+
+    def keep_host_trace(self, graph: HostTrace) -> None:
+        """Notes the host trace of the graph step, which goes with the session's trace."""
+        self._host_trace = graph
+
+    def _keep_graph(self, graph: HostTrace, plain: Path, part: TracePart) -> None:
+        """Writes the graph step: its part of the session's trace, and the host trace."""
+        try:
+            graph.check()
+        except OSError as error:
+            self.note("no-graph-step", f"the graph step is left out: {error.strerror or error}")
+            graph.path.unlink(missing_ok=True)
             return
-        table = self._graph = {"step": step, "file": plain.name, "host_file": host.name}
-        self._writer.submit(lambda: self._compress(table, "host_file", host))
+        part = replace(
+            part,
+            start_ns=graph.start_ns,
+            end_ns=graph.end_ns,
+            steps=(),  # its marks are in it
+        )
+        target, _, _ = self._write_part(plain, "graph.kineto.json.gz", part)
+        host = self._places.compress(graph.path)
+        table = self._graph = {
+            "step": graph.step,
+            "file": self._name_of(target),
+            "host_file": self._name_of(host),
+        }
         if self._settings.sources and "torch._inductor" in sys.modules:  # the program compiles
-            self._writer.submit(lambda: self._copy_sources(table, plain))
-        self._writer.submit(lambda: self._compress(table, "file", plain))
-        self._writer.submit(lambda: self._publish("running"))
+            self._copy_sources(table, plain)
+
+    def _name_of(self, path: Path) -> str:
+        return path.name if path.parent == self.directory else str(path)
 
     def keep_out_of_memory(self, error: BaseException, steps: int) -> None:
         """Write what was alive when memory ran out."""
@@ -239,24 +358,10 @@ class CaptureOutput:
             "out-of-memory", f"memory ran out{amount}; see: traceloom memory {self._settings.shown}"
         )
 
-    def forget(self) -> None:
-        """The numbers of the steps begin anew: what was kept has lost its place."""
-        if self.empty:
-            return
-        self._writer.wait()
-        for table, keys in ((self._window, ("file",)), (self._graph, ("file", "host_file"))):
-            for key in keys:
-                if table is not None:
-                    (self.directory / table[key]).unlink(missing_ok=True)
-        for name in self._graph.get("sources", []) if self._graph is not None else []:
-            manifest.remove(self.directory, name)
-        self._window = self._graph = self._collectives = None
-
     def finish(self, reason: str, *, used_torch: bool, began: bool) -> None:
         """Wait for the files, then write this process's part and merge; `began`: whether anything
         was ever recorded.
         """
-        self._writer.wait()
         if not self.empty:
             self._publish(reason)
         self._places.leave()
@@ -290,21 +395,13 @@ class CaptureOutput:
             return False
         return True
 
-    def _compress(self, table: dict[str, Any], key: str, plain: Path) -> None:
-        path = self._places.compress(plain)
-        table[key] = path.name if path.parent == self.directory else str(path)
-        if path.parent != self.directory:
-            self._notices.append(
-                {"slug": "capture-moved", "message": f"{path.name} is in {path.parent}"}
-            )
-
     def _copy_sources(self, table: dict[str, Any], plain: Path) -> None:
         """Put the sources of compiled kernels beside the host trace, wherever that is."""
         folder = (
             self.directory / table["host_file"]
         ).parent / f"{self.stem()}{manifest.SOURCES_SUFFIX}"
         try:
-            copied = manifest.copy_sources(plain, folder)
+            copied = manifest.copy_sources(plain, folder, self.kernel_files)
         except OSError as error:
             self._notices.append(
                 {
@@ -320,13 +417,6 @@ class CaptureOutput:
                 f"sources of compiled kernels that were not copied: {count} (first `{name}`: {why})"
             )
             self._notices.append({"slug": "sources-left-out", "message": message})
-
-    def _named(self, path: Path, suffix: str) -> Path:
-        """Give a file that is held back its name in the capture, or beside it where the capture
-        takes no more.
-        """
-        folder = self.directory if path.parent == self.directory / writing.NOTES else path.parent
-        return path.replace(folder / f"{self.stem()}.{suffix}")
 
     def _memory_snapshot(self) -> None:
         """On GPUs the allocator's own history goes along with `--memory`."""
@@ -382,7 +472,7 @@ class CaptureOutput:
             "job": self._job,
             "name": self.stem(),
             **environment.describe(),
-            "settings": self._settings.to_dict(shapes=self._shapes),
+            "settings": self._settings.to_dict(),
             "groups": self._groups,
             "created_ns": self._created_ns,
             "written_ns": time.time_ns(),
@@ -420,14 +510,24 @@ class CaptureOutput:
         return {"file": self._places.compress(path).name, "rows": rows}
 
 
-def _read_first_operator_ns(path: Path) -> int | None:
-    """When the first operator of a trace in plain JSON began (PyTorch sorts them), in Unix
-    nanoseconds.
-    """
-    with path.open("rb") as file:
-        head = file.read(_PIECE)
-    base = re.search(rb'"baseTimeNanoseconds": (\d+)', head)
-    first = re.search(_OPERATOR + rb'[^{}]*"ts": (\d+)\.(\d{3})', head)
-    if base is None or first is None:
+def _read_run_ticks(process: int) -> int | None:
+    """How long a process has run; None where it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
         return None
-    return int(base[1]) + int(first[1]) * 1000 + int(first[2])
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[11]) + int(fields[12])
+
+
+def _cut_columns(
+    columns: dict[str, Any] | None, start_ns: int, end_ns: int
+) -> dict[str, Any] | None:
+    """The rows of a table of calls that began within a span of time."""
+    if columns is None:
+        return None
+    kept = [row for row, at in enumerate(columns["start_ns"]) if start_ns <= at < end_ns]
+    return {
+        name: values if name in _LEGENDS else [values[row] for row in kept]
+        for name, values in columns.items()
+    }

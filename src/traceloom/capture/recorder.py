@@ -1,61 +1,68 @@
-"""The recorder of one process: joins the plan, the step clock and PyTorch's recorders.
+"""The recorder of one process: joins the plan, the step clock and PyTorch's one session.
 
 Everything here runs inside somebody else's training loop. Between two steps nothing but two clock
-readings happens; whatever fails is reported in one line, and the program goes on.
+readings happens; whatever fails is reported in one line, the session is paused, every hook is taken
+out, and the program goes on.
 """
 
-# ruff: noqa: SLF001  (PyTorch offers these things by private names only)
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from traceloom.capture import distributed, kineto, memory, observer_safety
-from traceloom.capture.kineto import exclude_from_tracing, pause
-from traceloom.capture.main_thread import run_on_main_thread, run_on_main_thread_later
+from traceloom.capture import distributed, exits, memory, program
+from traceloom.capture.host_trace import HostTrace
 from traceloom.capture.memory import list_live_storages
 from traceloom.capture.modules import CheckpointMarks, ModuleScopes
-from traceloom.capture.output import CaptureOutput, FallbackTrace
+from traceloom.capture.output import CaptureOutput
 from traceloom.capture.plan import Action, Phase, RecordingPlan
-from traceloom.capture.processor_time import ThreadTimes
+from traceloom.capture.program import ProgramHooks
+from traceloom.capture.session import (
+    RECORDED_BYTES_PER_EVENT,
+    Session,
+    exclude_from_compile,
+    mark,
+)
 from traceloom.capture.settings import Settings, print_once
-from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, Tick
+from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, ThreadTimes, Tick
 
-# Leaving the optimizer's annotation takes about ten events, a backward pass those of its hooks. Who
-# needs more stays.
-EVENTS_TO_LEAVE = 100_000
-ATTEMPTS = 1000
-# An early part with fewer operators is not worth to be the only one.
-ENOUGH_OPERATORS = 1000
-_STARTS = (Action.START, Action.GRAPH_START)
+WITHOUT_CALLS_SECONDS = 1.0
+"""A program that has called no module by then, and defines none, is recorded as it is."""
+MAIN_THREAD_SECONDS = 1.0
+_SHARE_OF_FREE = 0.05
+_DEFAULT_BUDGET_BYTES = 512_000_000
+_WAIT_FOR_DEVICE_STEPS = 2
+_GROWTH_PART = 5  # the end of a session takes four times what it has grown by
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @dataclass
 class RecordedWindow:
-    """A part of the run that Kineto records or has recorded."""
+    """What the session has recorded, and which part of it is kept."""
 
-    kineto: kineto.Kineto
-    kind: str  # "early", "steps", "time" or "block"
-    first_step: int
-    start_ns: int
-    stacks: bool = False
-    shapes: bool = False
-    called: bool = False  # it began with, or after, the first module call or optimizer step
-    held: FallbackTrace | None = None
-    end_step: int = 0
+    session: Session
+    stacks: bool
+    kind: str = "early"  # "early", "steps", "time" or "block"
+    start_ns: int = 0
     end_ns: int = 0
-    times: ThreadTimes = field(default_factory=ThreadTimes)
+    first_step: int = 0
+    end_step: int = 0
+    boundaries: list[tuple[int, int]] = field(default_factory=list)  # step, when it began
+    thread: int = 0  # the system's number of the thread that makes the steps
+    events: int = 0
+    memory_bytes: int = 0  # of the process, when its growth began to be watched
     collectives: dict[str, Any] | None = None
     thread_cpu: dict[str, list[int]] | None = None
     census: dict[str, list[Any]] | None = None
@@ -63,179 +70,221 @@ class RecordedWindow:
 
 
 def guard_errors(method: _F) -> _F:
-    """Whatever goes wrong in here must not reach the user's program."""
+    """Whatever goes wrong in here must not reach the user's program, and what is the program's must.
+
+    Python runs the program's signal handlers in whatever code the main thread is in, ours too: what
+    they raise is theirs, and goes on.
+    """
 
     @functools.wraps(method)
     def guarded(self: Recorder, *args: Any, **kwargs: Any) -> Any:
         if self.broken:
             return None
-        tracing = pause(None) if pause is not None else None
         try:
-            with self._at_work:
+            with self.lock:
                 return method(self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001  (the boundary to a stranger's program)
-            self.broken = True
+        except Exception as error:
+            is_ours = not is_of_program(error)
+            if is_ours or self._half_done:
+                self.give_up()
+            if not is_ours:
+                raise
             print_once("recorder-failed", f"recording stopped, your program goes on: {error!r}")
-            self.give_up()
             return None
-        finally:
-            if pause is not None:
-                pause(tracing)
+        except BaseException:
+            if self._half_done:
+                self.give_up()
+            raise
 
-    return exclude_from_tracing(guarded)  # type: ignore[return-value]
+    return exclude_from_compile(guarded)  # type: ignore[return-value]
 
 
-class _WorkLock:
-    """One thread at a time: steps may end on one while a moment in time comes on another one.
+def is_of_program(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised this while our code ran."""
+    handlers = {_find_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_code in handlers:
+            return True
+        at = at.tb_next
+    return False
 
-    A signal is answered by the main thread in the middle of whatever it does; what has to wait for
-    the end of that is kept until then.
-    """
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._thread, self._depth = 0, 0
-        self._pending: Callable[[], None] | None = None
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._thread, self._depth = threading.get_ident(), self._depth + 1
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        pending = None
-        if not self._depth:
-            self._thread, pending, self._pending = 0, self._pending, None
-        self._lock.release()
-        if pending is not None:
-            pending()
-
-    def afterwards(self, call: Callable[[], None]) -> bool:
-        """Keep `call` until this thread is done; False where it is not at work."""
-        if self._thread != threading.get_ident():
-            return False
-        self._pending = call
-        return True
+def _find_code(handler: Any) -> Any:
+    """The code that runs when this is called, as far as Python tells."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    call = handler if hasattr(handler, "__code__") else getattr(handler, "__func__", None)
+    if call is None and callable(handler):
+        call = getattr(type(handler), "__call__", None)  # noqa: B004
+    return getattr(call, "__code__", None)
 
 
 class Recorder:
     """Records one process as its settings say."""
 
     def __init__(self, settings: Settings) -> None:
-        now = time.monotonic()
         self.settings = settings
         self.pid = os.getpid()
         self.broken = False
-        self._at_work = _WorkLock()
-        self.used_torch = (
-            False  # a module was called or an optimizer made a step, not merely torch imported
-        )
-        self._called = False
-        self._began = False
-        self._every_thread = True  # the kind of the last recorder of the timed part
-        self.plan = RecordingPlan(settings, now, self._may_cross)
+        self.lock = threading.RLock()
+        self.used_torch = False  # a module was called or an optimizer made a step
+        self.plan = RecordingPlan(settings, time.monotonic())
         self.clock = StepClock()
         self.log = StepLog(Instant.now())
         self.storage = CaptureOutput(settings, self.log, self.clock)
-        self.graph: kineto.GraphStepRecorder | None = None
-        self.attachment: Any = None
-        self.deadline_changed: Callable[[], None] = lambda: None
-        self.on_start: Callable[[], None] = lambda: None
-        self._window: RecordedWindow | None = None
-        self._held: RecordedWindow | None = None
-        self._before: RecordedWindow | None = None  # what came before the first call, set aside
-        self._collectives = distributed.CollectiveLog()
         self.modules = ModuleScopes(settings.module_names)
-        self._checkpoints = CheckpointMarks()
-        self._graph_step = 0
-        self._disturbed = True
+        self.hooks: ProgramHooks | None = None
+        self.exits: exits.Exits | None = None
+        self._began = self._stepped = False
+        self._created = time.monotonic()
+        self._budget = choose_budget(settings)
+        self._window: RecordedWindow | None = None
+        self._graph: HostTrace | None = None
+        self._stop_pending = False  # the window is over; the session is paused at a quiet moment
+        self._start_pending = False  # it could not begin yet
         self._finished = False
-        self._lost = False  # Kineto runs on a thread where nobody can end it
+        self._is_fork = False
+        self._half_done = False  # what is begun must be ended, or nothing can go on
+        self._asked_main_s: float | None = None
+        self._seen_events = 0
+        self._compiles = False
+        self._profiler: weakref.ref[Any] | None = None  # the program's own
+        self._collectives = distributed.CollectiveLog()
+        self._checkpoints = CheckpointMarks()
+        self._times = ThreadTimes()
+        self._threads: set[int] = set()  # those that make steps and backward passes
+        self._watch = exits.Watch(self._look)
         if settings.memory:
             self.storage.history.begin()
+
+    def attach(self) -> None:
+        """Installs every hook, or none.
+
+        Raises:
+            Exception: One cannot be installed; none is.
+        """
+        settings = self.settings
+        module_hooks = self.modules.install() if settings.names_modules else []
+        self.hooks = ProgramHooks(
+            self,
+            module_hooks=module_hooks,
+            tracks_annotations=settings.memory or settings.graph_step,
+        )
+        if self.hooks.fast is not None:
+            self.storage.kernel_files = self.hooks.fast.kernel_files
+        self.exits = exits.Exits(self)
+
+    def begin(self) -> None:
+        """Torch is imported: begin, or wait for what the recording begins with."""
+        if exits.may_use_device(torch):
+            exits.call_on_device_use(torch, self._device_is_used)
+        if self.settings.from_the_start and not exits.is_child_of_multiprocessing():
+            self._start()
+        self._watch_if_needed()
+
+    def detach(self) -> None:
+        """Takes every hook out again."""
+        if self.hooks is not None:
+            self.hooks.remove()
+        if self.exits is not None:
+            self.exits.remove()
+        self._watch.stop()
 
     # ---- what happens in the program
 
     @guard_errors
-    def torch_imported(self) -> None:
-        """The process can use torch from now on, and recording needs no device that it does not
-        use.
-        """
-        self._turn(self.plan.torch_imported(time.monotonic()), between_steps=self.log.number == 0)
-
-    @guard_errors
-    def first_call(self) -> None:
-        """The process calls a module, makes an optimizer step or enters a recorded block for the
-        first time.
-        """
-        self._called = True
-        elsewhere = self._window is not None and not self._window.kineto.records_here()
-        actions = self.plan.first_call(time.monotonic(), elsewhere=elsewhere)
+    def called(self) -> None:
+        """The process calls a module for the first time."""
+        self.used_torch = True
+        if exits.is_loader_worker():
+            self.abandon()
+            return
         if self.log.number == 0:
             self.log.begin(Instant.now())
-            if self._window is not None and not actions:
-                kineto.mark(0)
-        self._turn(actions, between_steps=self.log.number == 0)
+        if self.plan.starts_with_first_call and self.plan.phase is Phase.WAITING:
+            self._start()
 
     @guard_errors
-    def optimizer_stepped(self, optimizer: Any, frame: Any = None) -> None:
-        """An optimizer has made a step; `frame` is the one in which PyTorch's annotation of that
-        step is open.
-        """
-        self.used_torch = True
-        self._boundary(self.clock.optimizer_stepped(optimizer), frame)
+    def compiles(self) -> None:
+        """The program compiles something, which makes more operators than its steps."""
+        self._compiles = True
+        self._watch_if_needed()
 
     @guard_errors
-    def backward_ended(self) -> None:
-        """A backward pass is over, in a program without an optimizer."""
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """An optimizer has made a step."""
+        self.used_torch = self._stepped = True
+        self._boundary(self.clock.optimizer_stepped(optimizer))
+
+    @guard_errors
+    def scaler_updates(self) -> None:
+        """Gradients were infinite where no optimizer has stepped; the step was one nevertheless."""
+        stepped, self._stepped = self._stepped, False
+        if not stepped:
+            self._boundary(self.clock.optimizer_skipped())
+
+    @guard_errors
+    def observer_begins(self, observer: Any) -> None:
+        """The program's own observer is about to be registered: ours must be gone by then."""
+        if self._graph is not None and not self._graph.owns(observer):
+            self.plan.finish()
+            self._stop()
+
+    @guard_errors
+    def backward_begins(self) -> None:
+        """A backward pass begins, which in a program without an optimizer is a step."""
         self.used_torch = True
-        self._boundary(self.clock.backward_ended(), None)
+        self._quiet_moment()
+        if not program.has_optimizer():
+            self._boundary(self.clock.backward_began())
+
+    @guard_errors
+    def quiet_moment(self) -> None:
+        """An optimizer step is about to begin, its annotation not yet open."""
+        self._quiet_moment()
+
+    @guard_errors
+    def annotations_closed(self) -> None:
+        """No fast annotation is open any more."""
+        if self._start_pending:
+            self._start()
 
     @guard_errors
     def step_called(self) -> None:
         """`traceloom.step()`."""
         self.used_torch = True
-        self._boundary(self.clock.called(), None)
+        self._boundary(self.clock.called())
+        self._quiet_moment()
 
     @guard_errors
     def profiler_stepped(self) -> None:
         """The user's profiler is about to make a step."""
-        self._boundary(self.clock.profiler_stepped(), None)
+        self._boundary(self.clock.profiler_stepped())
 
     @guard_errors
-    def profiler_has_stepped(self) -> None:
-        """The user's profiler has made its step: what it did there belongs to no step."""
-        if self.clock.source == "profiler" and not self.plan.recording:
-            self.log.begin(Instant.now())
-
-    @guard_errors
-    def foreign_profiler(self, with_stack: bool) -> None:
-        """The user's profiler is about to start; one with stacks would show whatever of ours runs
-        meanwhile.
-        """
-        actions = self.plan.foreign_profiler()
-        if actions:
-            print_once("yielded", "your own profiler starts: ours stops now and goes on afterwards")
-        self._turn(actions, between_steps=False)
-        if with_stack:
-            self.storage.rest()
-            self.attachment.suspend()
-
-    @guard_errors
-    def foreign_profiler_ended(self) -> None:
-        """The user's profiler has stopped."""
-        self.attachment.resume()
-        self._turn(self.plan.foreign_profiler_ended(time.monotonic()), between_steps=False)
-
-    @guard_errors
-    def tick(self) -> None:
-        """Some time has passed; called on the main thread."""
-        actions = self.plan.at_time(time.monotonic())
-        self._turn(actions, between_steps=False)
-        if actions == [Action.HOLD]:
-            held = self._held.held if self._held is not None else None
-            enough = held is not None and held.operators >= ENOUGH_OPERATORS
-            self._turn(self.plan.held(time.monotonic(), enough=enough), between_steps=False)
+    def profiler_begins(self, profiler: Any) -> None:
+        """The user's profiler is about to begin: ours must be ended before it prepares."""
+        window = self._window
+        if (window is not None and window.session.owns(profiler)) or not getattr(
+            profiler, "enabled", True
+        ):
+            return
+        if self._is_fork:
+            return  # the session that the fork inherits ends itself
+        self._profiler = weakref.ref(profiler)
+        if self.plan.phase in {Phase.RECORDING, Phase.GRAPH}:
+            print_once("yielded", "your own profiler starts: ours stops now")
+        if window is not None and not window.session.ended:
+            if self.plan.finish() is Action.STOP or self._stop_pending:
+                self._stop(forks=False)
+            if self.storage.has_writer:
+                window.session.end()
+            else:
+                self._end_session()
+            self._close_annotations()
+        if getattr(profiler, "with_stack", False) and self.plan.phase is Phase.DONE:
+            self.detach_hooks()  # it would see whatever of ours runs meanwhile
 
     @guard_errors
     def finish(self, reason: str, error: BaseException | None = None) -> None:
@@ -246,383 +295,444 @@ class Recorder:
         if self._finished:
             return
         self._finished = True
+        self._watch.stop()
         error = error or memory.get_last_error()
         if self.settings.memory and error is not None and memory.is_out_of_memory(error):
             self.storage.keep_out_of_memory(error, self.log.number)
-        self._turn(self.plan.finish(), between_steps=False)
-        held, before = self._held, self._before
-        if held is None:
-            held, before = before, None
-        if held is not None:
-            self.log.relabel(held.first_step, held.end_step, Mark.EARLY, Mark.RECORDED)
-            self.storage.keep(held, used_torch=self.used_torch)
-        if before is not None and before.held is not None:
-            self.storage.keep_before(before.held)
-        self._held = self._before = None
+        if self.plan.finish() is Action.STOP or self._stop_pending:
+            self._stop(forks=False)
+        if self._window is not None and not self.storage.adopt_child():
+            self._end_session()
         self.storage.finish(reason, used_torch=self.used_torch, began=self._began)
         self.storage.history.end()
 
     @guard_errors
     def abandon(self) -> None:
-        """This process turns out to be none that should be recorded: stop, and leave nothing
-        behind.
-        """
+        """This process turns out to be none that should be recorded: leave nothing behind."""
         self._finished = True
         self.plan.finish()
-        self._stop()
-        self.attachment.detach()
-
-    def after_work(self, call: Callable[[], None]) -> bool:
-        """Let `call` run when the recorder is done with what this thread is in.
-
-        False: it is in nothing of ours.
-        """
-        return self._at_work.afterwards(call)
+        self.detach()
 
     def why_nothing(self) -> str:
         """Why nothing was recorded, in words."""
         if self.settings.by_time:
             return "the block was over before the window began"
-        return f"the block did not reach step {self.settings.window[0]}: it made {self.log.number} steps"
+        first = self.settings.window[0]
+        return f"the block did not reach step {first}: it made {self.log.number} steps"
 
     # ---- steps
 
-    def _boundary(self, tick: Tick, frame: Any) -> None:
+    def _boundary(self, tick: Tick) -> None:
         if tick is Tick.NOTHING or self._finished:
             return
-        boundary, now = Instant.now(), time.monotonic()
-        restart: list[Action] = []
+        boundary = Instant.now()
+        window = self._window
         if tick is Tick.RESTART:
             self.log.restart()
-            self.storage.forget()
-            restart = self.plan.renumber(now)
-        if self.graph is not None:
-            mark = Mark.GRAPH
-        elif self._disturbed or (self._window is None and self.storage.busy):
-            mark = Mark.DISTURBED
-        elif self._window is None:
-            mark = Mark.PLAIN
+            resumes = self._stop_pending and self._graph is None
+            self._stop_pending = self._stop_pending and not resumes
+            self.plan.renumber(resumes=resumes)
+            if window is not None:
+                window.boundaries.clear()
+        recording = self.plan.phase is Phase.RECORDING and window is not None
+        if self.plan.phase is Phase.GRAPH:
+            state = Mark.GRAPH
+        elif self._stop_pending:
+            state = Mark.DISTURBED
         else:
-            mark = Mark.EARLY if self._window.kind == "early" else Mark.RECORDED
-        self.log.end(boundary, mark)
+            state = Mark.EARLY if recording else Mark.PLAIN
+        self.log.end(boundary, state)
+        self.log.begin(boundary)
         number = self.log.number
         if number == 1:
             self.storage.look_around()
-        actions = restart + self.plan.step_starts(number, now)
-        self.clock.frozen = self.plan.phase in (Phase.GRAPH_PENDING, Phase.GRAPH, Phase.DONE)
-        self.log.begin(boundary)
-        self._disturbed = self.storage.busy
-        if not actions and not self.plan.recording:
-            return
-        # Cross to the next step where nothing of PyTorch is open around us: no annotation, no
-        # backward pass.
-        frame = observer_safety.find_outermost_torch_frame() or frame if actions else frame
-        stacks = self.settings.stacks and Action.START in actions
-        if self._window is None or not self._window.stacks:
-            run_after_annotation(frame, lambda: self._cross(number, actions), outside=stacks)
-            return
-        # PyTorch's stack recorder has the very hook by which the annotation's end is told: end it
-        # here, go on after it.
-        ending = [action for action in actions if action not in _STARTS]
-        starting = [action for action in actions if action in _STARTS]
-        self._cross(number, ending)
-        if starting:
-            run_after_annotation(frame, lambda: self._cross(number, starting), outside=stacks)
-
-    @guard_errors
-    def _cross(self, number: int, actions: list[Action]) -> None:
-        """The work between two steps; the next step begins after it."""
-        if self._finished:  # it had been put off, and the program has ended in the meantime
-            return
-        if self._window is not None or self.graph is not None:
-            kineto.mark(number)
-        self._turn(actions, between_steps=True)
-        if Action.START in actions or Action.GRAPH_START in actions:
-            kineto.mark(number)
-        if actions:
-            self.log.begin(Instant.now())
-
-    # ---- actions
-
-    def _turn(self, actions: list[Action], *, between_steps: bool) -> None:
-        if not actions:
-            return
-        for action in actions:
-            if not self._lost and not self._do(action, between_steps=between_steps):
-                self.plan.refused(time.monotonic())
-                break
-        if not between_steps:
-            self._disturbed = True
-        self.deadline_changed()
-
-    def _do(self, action: Action, *, between_steps: bool) -> bool:
-        """Do it; False where a recorder cannot begin now without harm."""
+        self._threads.add(threading.get_ident())
+        if window is not None and self.plan.phase in {Phase.RECORDING, Phase.GRAPH}:
+            window.boundaries.append((number, boundary.unix_ns))
+            self._times.sample()
+        action = self.plan.step_starts(number)
+        self.clock.frozen = self.plan.phase in {Phase.GRAPH, Phase.DONE}
+        if self._watch.running and not self.settings.by_time:
+            self._watch.stop()
         if action is Action.START:
-            return self._start(between_steps=between_steps)
-        if action is Action.GRAPH_START:
-            return self._start_graph()
-        if action is Action.ADOPT:
-            if self._window is not None:
-                self._window.kind = "steps"
-        elif action in (Action.GRAPH_KEEP, Action.GRAPH_DISCARD):
-            graph, self.graph = self.graph, None
-            self.modules.stop()
-            self._checkpoints.stop()
-            if graph is not None and self._stopped(graph.stop):
-                if action is Action.GRAPH_KEEP:
-                    self.storage.keep_graph(graph, self._graph_step)
-                else:  # half a graph is of no use
-                    graph.host_path.unlink(missing_ok=True)
-        else:
-            window = self._stop()
-            if (
-                action in (Action.SET_ASIDE, Action.HOLD) and window is not None
-            ):  # in case nothing better follows
-                window.held = self.storage.hold(window)
-            if action is Action.SET_ASIDE:
-                self._before = window
-            elif action is Action.HOLD:
-                self._hold(window)
-            else:
-                for early in (
-                    self._held,
-                    self._before,
-                    window if action is Action.DISCARD else None,
-                ):
-                    self._forget(early)
-                self._held = self._before = None
-                if action is Action.KEEP and window is not None:
-                    self.storage.keep(window, used_torch=True)
+            self._start(at_boundary=True)
+        elif action is Action.GRAPH:
+            self._start_graph()
+        elif action is Action.STOP:
+            if self._graph is not None:
+                mark(number)  # in the host trace, which goes on until a quiet moment
+            self._stop_soon()
+        elif recording and window is not None:
+            self._check_budget(window, steps=number - self.plan.first_whole_step)
+
+    def _check_budget(self, window: RecordedWindow, steps: int) -> None:
+        """Ends the window where another step would be more than memory was given for."""
+        if steps == 1:
+            window.memory_bytes = read_own_bytes()
+        full = steps > 0 and self._is_full(window, ahead=1 / steps, grows=steps > 1)
+        if full and self.plan.finish() is Action.STOP:
+            self._stop_soon()
+
+    def _is_full(self, window: RecordedWindow, *, ahead: float = 0.0, grows: bool) -> bool:
+        """Whether the session has used up its memory; says so.
+
+        Operators of thousands of inputs cost more than their number tells: so does it count, too,
+        what the process has grown by while it should not (`grows`).
+        """
+        events = window.session.count_events()
+        ending = events * (1 + ahead) * window.session.bytes_per_event
+        unexplained = read_own_bytes() - window.memory_bytes - events * RECORDED_BYTES_PER_EVENT
+        if ending <= self._budget and not (grows and unexplained > self._budget / _GROWTH_PART):
+            return False
+        self.storage.note(
+            "budget-reached",
+            f"recording stopped after {events:,} events, for which {self._budget / 1e6:.0f} MB are "
+            "set aside; give more with --max-memory, or begin later with --steps",
+        )
         return True
 
-    def _may_cross(self) -> bool:
-        """Whether one recorder of the timed part can end and the next one begin, as soon as PyTorch
-        is left.
-        """
-        soon = (
-            None if sys.getprofile() is not None else observer_safety.find_outermost_torch_frame()
-        )
-        with observer_safety.ignore_frame(soon):
-            return observer_safety.is_safe_to_stop(
-                every_thread=True in kineto.list_recorder_kinds(self.settings)
-            )
+    # ---- begin and end
 
-    def _start(self, *, between_steps: bool) -> bool:
-        settings = self.settings
-        kinds = [
-            kind
-            for kind in kineto.list_recorder_kinds(settings)
-            if observer_safety.is_safe_to_start(every_thread=kind)
-        ]
-        if not kinds:
-            return False
-        kind = "early" if self.plan.phase is Phase.EARLY else "steps"
-        if settings.by_time or settings.whole:
-            kind = "time" if settings.by_time else "block"
-        self.on_start()
-        self.storage.look_around()
-        # The early part may hold the import of half of PyTorch: millions of Python calls. It goes
-        # without stacks.
-        hurried = kind == "early" and not settings.from_the_start
-        shapes = settings.shapes
-        if shapes is None:  # they keep every tensor's head alive, and a graph step has them all
-            by_step = kind == "steps" or self.log.number > 0 or settings.from_the_start
-            shapes = not (settings.graph_step and by_step)
-        chosen = replace(settings, stacks=settings.stacks and not hurried, shapes=shapes)
-        window = RecordedWindow(
-            kineto.Kineto(chosen, every_thread=kinds[0]),
-            kind,
-            first_step=self.log.number + (0 if between_steps else 1),
-            start_ns=time.time_ns(),
-            stacks=chosen.stacks,
-            shapes=shapes,
-            called=self._called,
-            census=list_live_storages() if settings.memory else None,
+    def _start(self, *, at_boundary: bool = False) -> None:
+        """Begins the session, or waits where something is open, or a device is yet to come."""
+        if self._began or self._finished:
+            return
+        settings, number = self.settings, self.log.number
+        hooks = self.hooks
+        waits_for_device = (
+            exits.may_use_device(torch) and number < _WAIT_FOR_DEVICE_STEPS and settings.early
         )
-        self._every_thread, self._began = kinds[0], True
+        compiling = self._compiles and number == 0 and settings.early
+        self._start_pending = (
+            program.is_profiler_active(self._profiler)
+            or (hooks is not None and hooks.fast is not None and len(hooks.fast.open) > 0)
+            or waits_for_device
+            or compiling
+            or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        )
+        if self._start_pending:
+            return
+        in_main = threading.current_thread() is threading.main_thread()
+        records_memory = settings.memory and in_main and self._profiler is None
+        if settings.memory and not records_memory:
+            self.storage.note(
+                "no-memory-recorded",
+                "allocations were not recorded: they are reported to the main thread alone, and "
+                "not after another profiler",
+            )
+        stacks = settings.stacks and sys.getprofile() is None
+        if settings.stacks and not stacks:
+            self.storage.note(
+                "no-stacks",
+                "stacks were not recorded: the program has a profile function of its own",
+            )
+        self._half_done = True
+        self.storage.look_around()
+        session = Session(stacks=stacks, memory=records_memory)
+        window = RecordedWindow(session, stacks)
+        window.census = list_live_storages() if settings.memory else None
         self._collectives.start()
         if settings.names_modules:
             self.modules.start()
         self._checkpoints.start()
-        window.kineto.start()
-        window.start_ns = time.time_ns()
-        window.times.start()
-        self._window = window
-        if between_steps:
-            self._disturbed = False
-            if self.log.number == 0 and self._called:
-                kineto.mark(0)
-        return True
+        self._window, self._began = window, True
+        session.start()
+        now = Instant.now()
+        window.start_ns = now.unix_ns
+        window.memory_bytes = read_own_bytes()
+        window.thread = threading.get_native_id()
+        self._times.sample()
+        # Begun at a boundary or before the first step, it has the step that runs now from its start.
+        if number == 0 or at_boundary:
+            self.log.begin(now)
+            first = number
+            window.boundaries.append((number, now.unix_ns))
+        else:
+            first = number + 1
+        self.plan.start(time.monotonic(), first)
+        self._half_done = False
+        self._watch_if_needed()
 
-    def _stop(self) -> RecordedWindow | None:
-        window, self._window = self._window, None
+    def _stop_soon(self) -> None:
+        """The window is over: pause where no annotation of the optimizer is open any more."""
+        self._stop_pending = True
+        if self.clock.source in {"call", "profiler"}:
+            self._quiet_moment()
+
+    def _quiet_moment(self) -> None:
+        if self._start_pending and not self._began:
+            self._start()
+        if self._stop_pending and not self._finished:
+            self._stop()
+        self._threads.add(threading.get_ident())
+
+    def _stop(self, *, forks: bool = True) -> None:
+        """Pauses the session, and has what it holds written: by a fork, or else at the end."""
+        self._stop_pending = False
+        window = self._window
         if window is None:
-            return None
-        window.end_step, window.end_ns = max(self.log.number, window.first_step), time.time_ns()
-        window.thread_cpu = window.times.stop()
+            return
+        if not window.session.can_end_here():
+            self._stop_pending = exits.run_on_main_thread(self._stop_on_main)
+            return
+        self._half_done = True
+        window.session.pause()
+        if self._graph is not None:
+            self._graph.stop(self.hooks)
+        if window.end_ns:
+            self._half_done = False
+            return
+        window.end_ns = time.time_ns()
+        window.events = window.session.count_events()
+        window.thread_cpu = self._times.to_columns()
         window.collectives = self._collectives.stop()
         self.modules.stop()
         self._checkpoints.stop()
-        if not self._stopped(window.kineto.stop):
-            return None
         window.last_census = list_live_storages() if self.settings.memory else None
-        return window
+        self._choose_part(window)
+        self.storage.prepare(window)
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            self.storage.keep_host_trace(graph)
+        if forks:
+            # The recorder of stacks goes on while its session is only paused.
+            if window.session.uses_device or window.stacks:
+                self._end_session()
+            elif sys.platform == "linux":
+                self.storage.write_in_child(window, used_torch=self.used_torch)
+        self._half_done = False
 
-    def _stopped(self, stop: Callable[[], None]) -> bool:
-        """Stop a recorder; where it runs on the main thread and this is another one, let that one
-        do it.
+    def _start_on_main(self, now: float) -> None:
+        """Has the main thread begin, where it runs Python; else begins here.
+
+        Kineto prints a line where another thread than the one that imported it is the first.
         """
-        try:
-            stop()
-        except kineto.OtherThreadError:
-            done = threading.Event()
+        if self._asked_main_s is None:
+            self._asked_main_s = now
+            exits.run_on_main_thread(self._start_where_we_are)
+        elif now - self._asked_main_s > MAIN_THREAD_SECONDS:
+            self._start()
 
-            def stop_on_main() -> None:
-                stop()
-                done.set()
+    @guard_errors
+    def _start_where_we_are(self) -> None:
+        if self.plan.phase is Phase.WAITING:
+            self._start()
 
-            if not (run_on_main_thread(stop_on_main) and done.wait(2.0)):
-                print_once(
-                    "other-thread",
-                    "recording was begun on a thread that cannot be reached, and this PyTorch ends it there only: "
-                    "nothing more is recorded; give the steps (`--steps 3..8`), to begin on the thread that trains",
-                )
-                self._lost = True
-                self.plan.finish()
-                return False
-        return True
+    @guard_errors
+    def _stop_on_main(self) -> None:
+        self._stop()
 
-    def _hold(self, window: RecordedWindow | None) -> None:
-        """Keep the better of two attempts: more whole steps, then with calls of modules, then more
-        operators.
-        """
-        attempts = [attempt for attempt in (self._held, window) if attempt is not None]
-        if not attempts:
+    def _choose_part(self, window: RecordedWindow) -> None:
+        """Decides which steps of the session are the window, and marks them."""
+        first, end = self.plan.window
+        settings, whole = self.settings, self.plan.first_whole_step
+        made = window.boundaries[-1][0] if window.boundaries else 0
+        if settings.by_time or settings.whole:
+            window.kind = "time" if settings.by_time else "block"
+            first, end = whole, made
+        elif made > first and not settings.from_the_start:
+            window.kind, end = "steps", min(end, made)
+        else:
+            window.kind = "steps" if made > first else "early"
+            first, end = whole, min(end, made) if made > first else made
+        times = dict(window.boundaries)
+        window.first_step, window.end_step = first, max(first, end)
+        if window.kind == "steps":
+            window.start_ns = times.get(first, window.start_ns)
+            window.end_ns = times.get(end, window.end_ns)
+        window.boundaries = [(step, at) for step, at in window.boundaries if first <= step <= end]
+        self.log.relabel(first, end, Mark.EARLY, Mark.RECORDED)
+
+    def _end_session(self) -> None:
+        """Ends the session here, and writes what it holds; never again."""
+        window = self._window
+        if window is None or window.session.ended:
             return
+        if not window.session.can_end_here():
+            exits.run_on_main_thread(self._end_on_main)
+            return
+        self.storage.keep(window, used_torch=self.used_torch)
 
-        def worth(attempt: RecordedWindow) -> tuple[int, bool, int]:
-            operators = attempt.held.operators if attempt.held is not None else 0
-            return attempt.end_step - attempt.first_step, attempt.called, operators
+    @guard_errors
+    def _end_on_main(self) -> None:
+        self._end_session()
 
-        best = max(attempts, key=worth)
-        for attempt in attempts:
-            if attempt is not best:
-                self._forget(attempt)
-        self._held = best
+    def _close_annotations(self) -> None:
+        window, hooks = self._window, self.hooks
+        if window is not None and not window.session.all_threads and hooks is not None:
+            for kind in (hooks.annotations, hooks.fast):
+                if kind is not None:
+                    kind.close()
 
-    def _forget(self, window: RecordedWindow | None) -> None:
-        if window is not None:
-            self.log.relabel(window.first_step, window.end_step, Mark.RECORDED, Mark.EARLY)
-            if window.held is not None:
-                window.held.path.unlink(missing_ok=True)
-
-    def _start_graph(self) -> bool:
-        # Not of the window's kind, whose annotations may still be open, where there is another one.
-        every = sorted(
-            kineto.list_recorder_kinds(replace(self.settings, memory=False)),
-            reverse=not self._every_thread,
-        )
-        kinds = [kind for kind in every if observer_safety.is_safe_to_start(every_thread=kind)]
-        if not kinds:
-            return False
-        self._graph_step = self.log.number
-        graph = kineto.GraphStepRecorder(
-            self.settings, self.storage.host_trace_path(), every_thread=kinds[0]
-        )
-        try:
-            graph.start()
-        except OSError as error:
-            print_once("no-graph-step", f"the graph step is left out: {error.strerror or error}")
-            return True
-        self.graph = graph
-        self._checkpoints.start()
-        if self.settings.names_modules:
-            self.modules.start()  # the same names as in the timed steps, which are matched by them
-        return True
+    def _start_graph(self) -> None:
+        """Adds PyTorch's execution trace observer for one step, where that is known to be safe."""
+        reason = HostTrace.find_danger(self._threads)
+        if reason:
+            self.storage.note("no-graph-step", f"the graph step is left out: {reason}")
+            self.plan.finish()
+            self._stop_soon()
+            return
+        self._graph = HostTrace(self.storage.host_trace_path(), self.log.number)
+        self._graph.start()
+        mark(self.log.number)  # the host trace has no other
 
     def give_up(self) -> None:
-        """After a failure of ours: do not leave Kineto running in the user's program."""
-        window, self._window = self._window, None
-        graph, self.graph = self.graph, None
-        self._checkpoints.stop()
-        for running in (window.kineto if window is not None else None, graph):
-            if running is not None:
-                with contextlib.suppress(Exception):  # it may be what has failed
-                    running.stop()
-        self.storage.history.end()
+        """After a failure: pause the session, take every hook out, and never act again."""
+        self.broken = True
+        window = self._window
+        steps: list[Callable[[], None]] = [self.detach, self._checkpoints.stop, self.modules.stop]
+        if window is not None:
+            steps.insert(0, window.session.pause)
+        if self._graph is not None:
+            steps.insert(0, self._graph.abandon)
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001, PERF203  (it may be what has failed)
+                print_once("recorder-failed", f"recording could not be taken out: {error!r}")
+
+    def detach_hooks(self) -> None:
+        """Takes the hooks out, and keeps what writes at the end."""
+        if self.hooks is not None:
+            self.hooks.remove()
+
+    # ---- time, devices and memory
+
+    def _watch_if_needed(self) -> None:
+        plan = self.plan
+        needed = plan.phase is not Phase.DONE and (
+            self.settings.by_time
+            or (self.log.number == 0 and not self.settings.whole and self.settings.early)
+            or (self.settings.whole and plan.phase is Phase.RECORDING)
+        )
+        if needed:
+            self._watch.start()
+
+    def _look(self) -> bool:
+        """Looks after time and memory on a thread of its own; False when that is not needed."""
+        if not self.lock.acquire(timeout=0.001):
+            return True
+        try:
+            return bool(self._look_now())
+        finally:
+            self.lock.release()
+
+    @guard_errors
+    def _look_now(self) -> bool:
+        plan, window, now = self.plan, self._window, time.monotonic()
+        if self._finished or plan.phase is Phase.DONE:
+            return False
+        if plan.phase is Phase.WAITING:
+            if plan.at_time(now) is Action.START or self._start_pending:
+                self._start_on_main(now)
+            elif (
+                self.settings.early
+                and now - self._created > WITHOUT_CALLS_SECONDS
+                and not (program.defines_modules() or exits.is_loader_worker())
+                and not (self._compiles and is_compiling())
+                and not self.settings.memory
+            ):
+                self._compiles = False
+                self._start_on_main(now)
+            return True
+        if window is None:
+            return True
+        self._times.sample()
+        events = window.session.count_events()
+        ahead = 2 * (1 - self._seen_events / events) if events else 0.0  # until the next look
+        self._seen_events = events
+        calls_modules = self.used_torch or program.defines_modules()
+        full = self._is_full(window, ahead=ahead, grows=not calls_modules)
+        if full:
+            plan.finish()
+        if full or plan.at_time(now) is Action.STOP:
+            self._stop()
+            return False
+        return True
+
+    def _device_is_used(self) -> None:
+        """The program initialises a device; its next quiet moment is a good one to begin."""
+        if self.pid == os.getpid() and not self._began and self.plan.starts_with_first_call:
+            self._start_pending = self.used_torch or self._start_pending
 
     # ---- forks
 
-    def forked(self) -> bool:
-        """This is a forked child: it must neither record nor write into the parent's files.
+    def before_fork(self) -> None:
+        """The program is about to fork: have no thread, and nothing half done."""
+        self.lock.acquire()
+        self._watch.stop()
 
-        Returns:
-            Whether Kineto's state is still there, switched off. To end it costs time for each event
-            so far, which loader workers should not pay; but call stacks and allocations cannot be
-            switched off in another way.
-        """
-        self._finished = True
+    def after_fork(self) -> None:
+        """The parent goes on."""
+        self.lock.release()
+        if self.log.number == 0 or self.settings.by_time:
+            if sys.version_info >= (3, 12) and not (self._began or self.settings.by_time):
+                return  # Python counts threads after a fork, and warns; a first call comes
+            self._watch_if_needed()
+
+    def forked(self) -> None:
+        """This is a forked child, in which the parent's recording is over."""
+        self._finished = self._is_fork = True
+        self.lock = threading.RLock()
+        self.plan.finish()
+        self._stop_pending = self._start_pending = False
         self._checkpoints.stop()
-        window, graph = self._window, self.graph
-        self._window = self.graph = None
-        inherits = window is not None
-        if window is not None and (self.settings.memory or self.settings.stacks):
-            kineto.abandon()
-            inherits = False
-        if inherits or graph is not None:
-            torch._C._autograd._enable_record_function(False)
-        if graph is not None:
-            graph.redirect_in_child()
-        return inherits
+        if self._graph is not None:
+            self._graph.redirect_in_child()
+        window = self._window
+        if window is not None:
+            window.session.pause()
+
+    @property
+    def has_session(self) -> bool:
+        """Whether this process has had its session, and so gets no other one."""
+        return self._window is not None
 
 
-def run_after_annotation(frame: Any, call: Callable[[], None], *, outside: bool = False) -> None:
-    """Run `call` when `frame` returns, or at once.
+def is_compiling() -> bool:
+    """Whether some thread is inside PyTorch's compiler just now."""
+    for frame in sys._current_frames().values():  # noqa: SLF001
+        at: Any = frame
+        while at is not None:
+            if (
+                f"torch{os.sep}_dynamo" in at.f_code.co_filename
+                or f"torch{os.sep}_inductor" in at.f_code.co_filename
+            ):
+                return True
+            at = at.f_back
+    return False
 
-    Optimizer hooks run inside PyTorch's `Optimizer.step#...` annotation. A recorder stopped in
-    there would leave it open, with an end that lies far behind the step. Python's profile hook
-    tells when the frame is left; where somebody else uses that hook, the work is done at once.
 
-    Args:
-        frame: The one with the annotation; None for none.
-        call: The work.
-        outside: Not inside the profile hook, but soon after it, where this is the main thread: PyTorch's stack
-            recorder would take the frames of a hook it is started in for those of the program.
-    """
-    if frame is None or sys.getprofile() is not None:
-        call()
-        return
+def choose_budget(settings: Settings) -> int:
+    """How many bytes recording may take in this process."""
+    if settings.max_memory is not None:
+        return settings.max_memory
+    return min(_DEFAULT_BUDGET_BYTES, int(_SHARE_OF_FREE * read_free_bytes()))
 
-    caller, events, inside, attempts = frame.f_back, 0, True, 0
 
-    def soon() -> bool:
-        return threading.current_thread() is threading.main_thread() and run_on_main_thread(
-            when_outside
-        )
+def read_free_bytes() -> int:
+    """What the host, and the container that this process is in, have free."""
+    free = 16_000_000_000
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    free = int(line.split()[1]) * 1024
+        group = Path("/sys/fs/cgroup")
+        limit = (group / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        return free  # this system does not tell more
+    return free
 
-    def when_outside() -> None:
-        # Python may well begin within the hook what it was told to do soon, or in the midst of what
-        # comes next.
-        nonlocal attempts
-        attempts += 1
-        if not (inside or observer_safety.find_outermost_torch_frame() is not None):
-            call()
-        elif attempts > ATTEMPTS:
-            run_on_main_thread_later(call)
-        elif not soon():
-            call()
 
-    def watch(where: Any, event: str, _: Any) -> None:
-        nonlocal events, inside
-        events += 1
-        left = (event == "return" and where is frame) or where is caller
-        if left or events > EVENTS_TO_LEAVE:
-            sys.setprofile(None)
-            if not (outside and soon()):
-                with observer_safety.ignore_frame(
-                    frame if where is frame and event == "return" else None
-                ):
-                    call()
-            inside = False  # last, with nothing called after it
-
-    sys.setprofile(exclude_from_tracing(watch))
+def read_own_bytes() -> int:
+    """How much memory this process alone holds; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123
+            _, resident, shared = map(int, file.read().split()[:3])
+    except (OSError, ValueError):
+        return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -69,7 +69,7 @@ class scope:  # noqa: N801  (used like a function)
         # Compiled code has no scopes: asked first, so that the compiler never looks at what changes
         # with recording.
         if profiler is not None and not _is_compiling() and profiler._is_profiler_enabled:
-            from traceloom.capture.kineto import annotate
+            from traceloom.capture.session import annotate
 
             self._annotation = annotate(self.prefix + self.path)
         return self

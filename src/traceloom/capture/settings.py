@@ -41,10 +41,8 @@ class Settings:
     module_names: str = (
         "path"  # of the scopes that modules open by themselves with `memory`: path, class or off
     )
-    shapes: bool | None = (
-        None  # of inputs, in the timed part; None: only where no graph step will tell them
-    )
-    graph_step: bool = True
+    graph_step: bool = False  # one more step with PyTorch's execution trace observer
+    max_memory: int | None = None  # bytes for what is recorded; None: by what is free
     sources: bool = True  # of compiled kernels, with the graph step
     quiet: bool = False
     whole: bool = False  # in-code recording without steps: from `with` to the end of the block
@@ -94,12 +92,8 @@ class Settings:
         """The settings for the environment variable."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))
 
-    def to_dict(self, *, shapes: bool) -> dict[str, Any]:
-        """The settings as they are written into `capture.json`, without the directory.
-
-        Args:
-            shapes: Whether the timed part was recorded with the shapes of inputs.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as they are written into `capture.json`, without the directory."""
         first, count = self.window
         by_steps = not (self.by_time or self.whole)
         return {
@@ -110,7 +104,7 @@ class Settings:
             "stacks": self.stacks,
             "memory": self.memory,
             "module_names": self.module_names if self.memory else None,
-            "shapes": shapes,
+            "shapes": True,
             "graph_step": self.graph_step,
             "sources": self.sources,
         }

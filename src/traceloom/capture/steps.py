@@ -2,7 +2,10 @@
 
 A step ends where `traceloom.step()` is called; without that, where the user's own `torch.profiler`
 steps; without that, where an optimizer steps: the first one seen, or the slowest where several
-alternate; and in a program that has no optimizer, where a backward pass ends.
+alternate; and in a program that has no optimizer, where a backward pass begins.
+
+A trace tells what a thread called, not whether it ran: between two operators it may compute in
+Python or wait for a request. The difference is in the time that the system gave it.
 """
 
 from __future__ import annotations
@@ -56,11 +59,18 @@ class StepClock:
         before, self.source = self.source, "profiler"
         return Tick.STEP if before in ("none", "profiler") else Tick.RESTART
 
-    def backward_ended(self) -> Tick:
-        """A backward pass is over, in a program that has no optimizer so far."""
+    def backward_began(self) -> Tick:
+        """A backward pass begins, in a program that has no optimizer so far."""
         if self.source not in ("none", "backward"):
             return Tick.NOTHING
         self.source = "backward"
+        return Tick.STEP
+
+    def optimizer_skipped(self) -> Tick:
+        """An optimizer was not let make its step, because gradients were infinite."""
+        if self.source not in {"none", "optimizer"}:
+            return Tick.NOTHING
+        self.source = "optimizer"
         return Tick.STEP
 
     def optimizer_stepped(self, optimizer: Any) -> Tick:
@@ -145,11 +155,13 @@ class StepLog:
 
     def end(self, now: Instant, mark: Mark) -> None:
         """The running step has ended."""
-        begin = self._now
+        begin, number = self._now, self.number
+        # A signal may have come between two of these lines the last time.
+        del self._starts[number:], self._ran[number:], self._marks[number:]
         self._starts.append(begin.unix_ns)
-        self._durations.append(now.steady_ns - begin.steady_ns)
         self._ran.append(now.ran_ns - begin.ran_ns if now.thread == begin.thread else -1)
         self._marks.append(_CODES.index(mark))
+        self._durations.append(now.steady_ns - begin.steady_ns)
 
     def restart(self) -> None:
         """Forget the steps so far: they become the beginning of the running one."""
@@ -189,3 +201,43 @@ class StepLog:
             "cpu_ns": [ran if ran >= 0 else None for ran in self._ran],
             "state": [_CODES[code].value for code in self._marks],
         }
+
+
+class ThreadTimes:
+    """How long each Python thread of the program had run at some moments of the recording."""
+
+    def __init__(self) -> None:
+        self._threads, self._times, self._run = array("q"), array("q"), array("q")
+
+    def sample(self) -> None:
+        """Notes it for all threads; nothing where the system does not tell."""
+        for thread in threading.enumerate():
+            native = thread.native_id
+            ran = None if native is None else _read_run_ns(f"/proc/self/task/{native}")
+            if native is not None and ran is not None:
+                self._threads.append(native)
+                self._times.append(time.time_ns())
+                self._run.append(ran)
+
+    def to_columns(self) -> dict[str, list[int]] | None:
+        """The samples as columns of one length in the order of time, or None where there are none.
+
+        `thread` is the system's id, `time_ns` Unix time, `cpu_ns` how long the thread has run since
+        it began.
+        """
+        if not self._threads:
+            return None
+        self.sample()
+        return {
+            "thread": self._threads.tolist(),
+            "time_ns": self._times.tolist(),
+            "cpu_ns": self._run.tolist(),
+        }
+
+
+def _read_run_ns(task: str) -> int | None:
+    try:
+        with open(f"{task}/schedstat", encoding="ascii") as file:  # noqa: PTH123
+            return int(file.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None

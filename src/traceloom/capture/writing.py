@@ -8,25 +8,30 @@ directory, and the user is told.
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
+import math
 import os
-import queue
 import shutil
 import socket
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from traceloom.capture.settings import print_message, print_once
+from traceloom.capture.settings import print_once
 from traceloom.errors import OutputError
+
+if sys.platform != "win32":
+    import resource
 
 GZIP_LEVEL = 3
 _CHUNK_BYTES = 1 << 20
+_WRITER_SECONDS = 120.0
+_RESERVED_PART = 10  # of a disk: one part of so many stays free
 NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
 
 
@@ -46,6 +51,17 @@ def reserve_name(directory: Path, rank: int | None, *, is_child: bool = False) -
             (directory / NOTES / stem).open("x").close()
             return stem
     return second
+
+
+def wait_for_writers(notes: Path) -> None:
+    """Waits for forks that still write what their processes had recorded."""
+    deadline = time.monotonic() + _WRITER_SECONDS
+    for path in notes.glob("*.writing"):
+        with contextlib.suppress(OSError, ValueError):
+            process = int(path.read_text(encoding="ascii"))
+            while path.exists() and time.monotonic() < deadline:
+                os.kill(process, 0)
+                time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -84,6 +100,18 @@ def describe_write_error(error: OSError, directory: Path) -> str:
     return why
 
 
+def _has_room(directory: Path, expected_bytes: int) -> bool:
+    usage = shutil.disk_usage(directory)
+    return usage.free - usage.total // _RESERVED_PART >= expected_bytes
+
+
+def _read_file_limit() -> float:
+    if sys.platform == "win32":
+        return math.inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if limit == resource.RLIM_INFINITY else limit
+
+
 class CaptureFolders:
     """Where files go: the capture directory, or a refuge in the temporary directory where that is
     full or forbidden.
@@ -93,38 +121,35 @@ class CaptureFolders:
         self.directory = directory
         self._refuge: Path | None = None
 
-    def for_torch(self, window_ns: int) -> Path:
-        """As `choose`, for a trace of so much time that PyTorch writes: it takes no path that is
-        not UTF-8.
-        """
+    def for_torch(self, expected_bytes: int) -> Path:
+        """As `choose`, for a file that PyTorch writes: it takes no path that is not UTF-8."""
         try:
             str(self.directory).encode("utf-8")
         except UnicodeEncodeError:
             return self.refuge()
-        # A generous guess at the size before compression: 200,000 events a second of 500 bytes
-        # each.
-        return self.choose(64_000_000 + window_ns // 10)
+        return self.choose(expected_bytes)
 
     def choose(self, expected_bytes: int) -> Path:
         """A directory for a file of about this size before compression.
 
-        Kineto can write its trace only once, so a disk that is too small must be seen beforehand.
+        The program's own files need room as well: a tenth of a disk stays free, and a limit on the
+        size of files is one for ours too.
+
+        Raises:
+            OSError: There is no room for it.
         """
+        if expected_bytes > _read_file_limit():
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True)
             if os.access(
                 self.directory,
                 os.W_OK | os.X_OK,
                 effective_ids=os.access in os.supports_effective_ids,
-            ):
-                free = shutil.disk_usage(self.directory).free
-                if free >= expected_bytes:
-                    return self.directory
-                free_elsewhere = 0  # where temporary files go
-                with contextlib.suppress(OSError):
-                    free_elsewhere = shutil.disk_usage(tempfile.gettempdir()).free
-                if free >= free_elsewhere:
-                    return self.directory
+            ) and _has_room(self.directory, expected_bytes):
+                return self.directory
+        if not _has_room(Path(tempfile.gettempdir()), expected_bytes):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self.refuge()
 
     def refuge(self) -> Path:
@@ -173,77 +198,6 @@ class CaptureFolders:
         if self._refuge is not None:
             with contextlib.suppress(OSError):
                 self._refuge.rmdir()
-
-
-class BackgroundWriter:
-    """Does the slow part of writing in a thread of low priority."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._pending = 0
-        self._idle = threading.Condition()
-
-    @property
-    def busy(self) -> bool:
-        """Whether something is being written just now."""
-        return self._pending > 0
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` beside the program; at once where no thread can be had (the interpreter ends)."""
-        with self._idle:
-            self._pending += 1
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="traceloom-writer", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:
-                self._thread = None
-                self._run(job)
-                return
-        self._jobs.put(job)
-
-    def wait(self) -> None:
-        """Wait until everything is written; says so on a terminal when it takes longer than a
-        second.
-        """
-        started, announced = time.monotonic(), False
-        with self._idle:
-            while self._pending:
-                self._idle.wait(0.25)
-                if (
-                    not announced
-                    and time.monotonic() - started > 1
-                    and sys.stderr
-                    and sys.stderr.isatty()
-                ):
-                    print_message("writing what was recorded ...")
-                    announced = True
-
-    def rest(self) -> None:
-        """Wait until everything is written, and end the thread; the next job begins another one."""
-        self.wait()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join()
-
-    def _work(self) -> None:
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # on Linux a thread has a priority of its own
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        while (job := self._jobs.get()) is not None:
-            self._run(job)
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except Exception as error:  # noqa: BLE001  (the user's program must go on)
-            print_once("write-failed", f"a part of the capture could not be written: {error}")
-        finally:
-            with self._idle:
-                self._pending -= 1
-                self._idle.notify_all()
 
 
 if sys.platform != "win32":

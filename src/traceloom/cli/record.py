@@ -12,14 +12,14 @@ from pathlib import Path
 
 from traceloom.capture.launch import Launch
 from traceloom.capture.settings import Settings, check_times, parse_steps, print_message
+from traceloom.cli.options import parse_size
 from traceloom.errors import CheckError, UsageError
 
 DESCRIPTION = """\
 Run a command and record what PyTorch does in it, on every rank. The program needs no change.
 
-Without --steps everything from the import of torch on is recorded; when the 4th step starts that is thrown away (with
---memory and no --stacks it is kept) and 5 steps are recorded. One more step, the graph step, is recorded with PyTorch's
-host trace, which is slow; it is never used for durations."""
+Recording begins with the first call of a module and ends after the 8th step; the last 5 of these are kept (with --memory
+and no --stacks all). A run without so many steps keeps what there is."""
 
 EXAMPLES = """\
 examples:
@@ -64,22 +64,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="how modules are named (default: path)",
     )
     add(
-        "--shapes",
-        action=argparse.BooleanOptionalAction,
-        help="record the shapes of inputs in the timed steps, too, which is slow on the processor; otherwise they are "
-        "those of the graph step",
+        "--graph",
+        dest="graph_step",
+        action="store_true",
+        help="record one more step with PyTorch's execution trace, for link and replay: which tensors are the same",
     )
-    add("--no-graph-step", dest="graph_step", action="store_false", help="leave out the graph step")
+    add(
+        "--max-memory",
+        type=parse_size,
+        metavar="BYTES",
+        help="what recording may take, as 512MB (default: that, or 5 %% of what is free)",
+    )
     add(
         "--no-sources",
         dest="sources",
         action="store_false",
-        help="leave out the sources of compiled kernels, which come with the graph step",
+        help="leave out the sources of compiled kernels, which come with --graph",
     )
     add(
         "--force",
         action="store_true",
         help="replace an earlier capture in DIR, when the new one is whole",
+    )
+    add(
+        "--fail-without-capture",
+        action="store_true",
+        help="exit with 5 when nothing was recorded",
     )
     add("-q", "--quiet", action="store_true", help="print errors only")
     add("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="the command to run, after --")
@@ -89,8 +99,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the command and records it.
 
     Returns:
-        The command's own exit code; 5 where that is 0 and nothing was recorded; where a signal
-        ended the command, this process ends by the same signal.
+        The command's own exit code; with `--fail-without-capture` 5 where nothing was recorded;
+        where a signal ended the command, this process ends by the same one.
 
     Raises:
         UsageError: slugs `no-command`, `bad-steps`, `bad-time`, `command-not-found`.
@@ -117,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
         stacks=args.stacks,
         memory=args.memory,
         module_names=args.module_names,
-        shapes=args.shapes,
         graph_step=args.graph_step,
+        max_memory=args.max_memory,
         sources=args.sources,
         quiet=args.quiet,
     )
@@ -130,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if status < 0:
         launch.die_alike(-status)
         return 128 - status
-    return status or (0 if launch.recorded else CheckError.exit_code)
+    return CheckError.exit_code if args.fail_without_capture and not launch.recorded else status
 
 
 def choose_output_name(command: list[str]) -> str:

@@ -1,32 +1,76 @@
-"""A program of random nestings: annotations around steps, in threads and generators, profilers, recordings.
+"""A program made by chance: annotations, threads, profilers, signals and forks around training steps.
 
-usage: nestings.py SEED RECORDINGS DIRECTORY; without a directory nothing is recorded, and PyTorch alone does no harm
-either. Every annotation may begin under one recorder and end under another one.
+usage: nestings.py SEED. It prints what it did, and is run unrecorded and recorded, with the same result.
 """
 
+import concurrent.futures
 import contextlib
+import gc
+import os
 import random
+import signal
 import sys
 import threading
+import warnings
+from pathlib import Path
 
 import torch
-from torch.profiler import record_function
-
-import traceloom
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, record_function
 
 torch.set_num_threads(1)
-seed, recordings = int(sys.argv[1]), int(sys.argv[2])
+seed = int(sys.argv[1])
 dice = random.Random(seed)
+torch.manual_seed(seed)
+FEATURES = (
+    "fast",
+    "subclass",
+    "hooks",
+    "pool",
+    "thread",
+    "profiler",
+    "observer",
+    "signal",
+    "freeze",
+    "fork",
+    "sparse",
+)
+# Each program has some of them, so that those which end a recording leave others to be recorded.
+features = set(dice.sample(FEATURES, dice.randrange(1, 5)))
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 open_annotations: list = []
+generators: list = []
+kept: list = []  # memory of the program, in which no byte may change
 stop = threading.Event()
+
+
+class InterruptionError(Exception):
+    """What a signal handler raises."""
+
+
+class Annotation(record_function):
+    """A subclass, as many programs have one."""
+
+
+class Doubled(torch.autograd.Function):
+    """A function of the user's own, called from C++."""
+
+    @staticmethod
+    def forward(ctx, value):
+        with record_function("in forward"):
+            return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with record_function("in backward"):
+            return gradient * 2
 
 
 def step() -> None:
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
+    kept.append([bytearray(size) for size in (600, 2_000, 70_000, 77_847)])
 
 
 def suspended():
@@ -36,7 +80,7 @@ def suspended():
             yield
 
 
-def worker(number: int) -> None:
+def work_in_thread(number: int) -> None:
     chance = random.Random(seed * 100 + number)
     while not stop.is_set():
         with record_function(f"thread {number}"):
@@ -45,97 +89,164 @@ def worker(number: int) -> None:
             stop.wait(chance.random() * 0.004)
 
 
-def act() -> None:
-    kind = dice.choice(
-        [
-            "step",
-            "step",
-            "step",
-            "open",
-            "close",
-            "generator",
-            "raise",
-            "scope",
-            "around",
-            "hook",
-            "profiler",
-        ]
-    )
-    if kind == "step":
-        step()
-    elif kind == "open":
-        annotation = record_function(f"open {len(open_annotations)}")
-        annotation.__enter__()
-        open_annotations.append(annotation)
-    elif kind == "close" and open_annotations:
+def train_in_thread() -> None:
+    own = torch.nn.Linear(4, 4)
+    steps = torch.optim.SGD(own.parameters(), lr=0.1)
+    for _ in range(dice.randrange(1, 6)):
+        own(torch.ones(2, 4)).sum().backward()
+        steps.step()
+
+
+def around_steps(annotation) -> None:
+    with annotation:
+        for _ in range(dice.randrange(1, 4)):
+            step()
+
+
+def act_open() -> None:
+    annotation = record_function(f"open {len(open_annotations)}")
+    annotation.__enter__()
+    open_annotations.append(annotation)
+
+
+def act_close() -> None:
+    if open_annotations:
         open_annotations.pop(dice.randrange(len(open_annotations))).__exit__(None, None, None)
-    elif kind == "generator":
-        generator = suspended()
-        next(generator)
-        generators.append(generator)
-        if len(generators) > 3:
-            next(generators.pop(dice.randrange(4)))
-    elif kind == "raise":
-        with contextlib.suppress(ValueError), record_function("raises"):
-            step()
-            raise ValueError
-    elif kind == "scope":
-        with traceloom.scope("scope"):
-            step()
-    elif kind == "around":
-        with record_function("around several"):
-            for _ in range(dice.randrange(1, 5)):
-                step()
-    elif kind == "hook":  # the step is made inside the backward pass
+
+
+def act_generator() -> None:
+    generator = suspended()
+    next(generator)
+    generators.append(generator)
+    if len(generators) > 3:
+        next(generators.pop(dice.randrange(4)))
+
+
+def act_raise() -> None:
+    with contextlib.suppress(ValueError), record_function("raises"):
+        step()
+        raise ValueError
+
+
+def act_warn() -> None:
+    warnings.warn("shown once at this place", stacklevel=1)
+
+
+def act_fast() -> None:
+    around_steps(torch._C._profiler._RecordFunctionFast("fast"))
+
+
+def act_subclass() -> None:
+    around_steps(Annotation("subclass"))
+
+
+def act_hooks() -> None:
+    if dice.random() < 0.5:  # the step is made inside the backward pass
         parameter = next(model.parameters())
         handle = parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())
         model(torch.randn(4, 8)).sum().backward()
         handle.remove()
-    elif kind == "profiler":
-        # With no step between two of its windows, PyTorch's profiler does by itself what is looked for here.
-        schedule = torch.profiler.schedule(
-            wait=dice.randrange(2), warmup=1, active=dice.randrange(1, 3), repeat=dice.randrange(3)
-        )
-        cpu = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(
-            activities=cpu, schedule=dice.choice([None, schedule])
-        ) as profiler:
-            for _ in range(dice.randrange(1, 8)):
-                with record_function("profiled"):
-                    step()
-                    if dice.random() < 0.7:
-                        profiler.step()
+    else:
+        value = torch.ones(3, requires_grad=True)
+        (Doubled.apply(value) * 3).sum().backward()
 
 
-generators: list = []
-threads = [threading.Thread(target=worker, args=(number,)) for number in range(dice.randrange(3))]
+def act_pool() -> None:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda _: model(torch.ones(4, 8)).sum(), range(3)))
+    sum(parts).backward()
+    optimizer.step()
+
+
+def act_thread() -> None:
+    thread = threading.Thread(target=train_in_thread)
+    thread.start()
+    thread.join()
+
+
+def act_profiler() -> None:
+    # No two of its windows without a step between them: PyTorch alone does harm then.
+    with profile(activities=[ProfilerActivity.CPU]) as own:
+        for _ in range(dice.randrange(1, 4)):
+            with record_function("profiled"):
+                step()
+    print("profiled", sum(event.name == "profiled" for event in own.events()) > 0)
+    features.discard("profiler")
+
+
+def act_observer() -> None:
+    path = f"observed-{os.getpid()}.json"
+    observer = ExecutionTraceObserver().register_callback(path)
+    observer.start()
+    step()
+    observer.stop()
+    observer.unregister_callback()
+    print("observed", Path(path).stat().st_size > 1000)
+    Path(path).unlink()
+    features.discard("observer")
+
+
+def act_signal() -> None:
+    def interrupt(*_: object) -> None:
+        raise InterruptionError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.001, 0.02))
+        try:
+            while True:
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except InterruptionError:
+        torch.set_grad_enabled(True)
+        print("interrupted")
+    except (RuntimeError, SystemError):  # it hit PyTorch between two of its own lines
+        torch.set_grad_enabled(True)
+        print("interrupted")
+
+
+def act_freeze() -> None:
+    gc.freeze()
+
+
+def act_fork() -> None:
+    sys.stdout.flush()
+    process = os.fork()
+    if process == 0:
+        if dice.random() < 0.5:
+            with profile(activities=[ProfilerActivity.CPU]) as own:
+                torch.ones(3).add(1)
+            sys.exit(sum(event.name == "aten::add" for event in own.events()))
+        model(torch.ones(2, 8))
+        sys.exit(1)
+    print("fork", os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+
+
+def act_sparse() -> None:
+    matrix = torch.eye(8).to_sparse_csr()
+    value = torch.randn(8, 8)
+    for _ in range(5):
+        value = matrix @ value
+
+
+ALWAYS = [step, step, step, step, act_open, act_close, act_generator, act_raise, act_warn]
+threads = [
+    threading.Thread(target=work_in_thread, args=(number,))
+    for number in range(dice.randrange(3) if "fork" not in features else 0)
+]
 for thread in threads:
     thread.start()
-for number in range(recordings):
-    options = dice.choice(
-        [
-            {},
-            {"steps": "1..3"},
-            {"steps": "0..2"},
-            {"memory": True},
-            {"steps": "1..2", "stacks": True},
-            {"duration": 0.02},
-        ]
-    )
-    recording = (
-        traceloom.record(f"{sys.argv[3]}/{number}", quiet=True, **options)
-        if sys.argv[3:]
-        else contextlib.nullcontext()
-    )
-    with recording:
-        for _ in range(dice.randrange(1, 12)):
-            act()
-    for _ in range(dice.randrange(3)):
-        act()
+for _ in range(dice.randrange(4, 40)):
+    names = [name for name in sorted(features) if f"act_{name}" in globals()]
+    acts = ALWAYS + [globals()[f"act_{name}"] for name in names]
+    dice.choice(acts)()
 stop.set()
 for thread in threads:
     thread.join()
 for annotation in open_annotations:
     annotation.__exit__(None, None, None)
 generators.clear()
-print("done")
+changed = sum(len(block) - block.count(0) for row in kept for block in row)
+print("done", len(kept), "steps, changed bytes:", changed)

@@ -92,7 +92,7 @@ def judged(
     recorder: Any, command: list[str], slugs: tuple[str, ...]
 ) -> tuple[Finding | None, bool, str]:
     """The first finding of a run, whether it is the fault and saves what steps without the fault do, and all of it."""
-    run = recorder.record(command, "--quiet", "--no-graph-step", "--force")
+    run = recorder.record(command, "--quiet", "--force")
     assert run.code == 0, run.err
     truth, step = truth_ns(run)
     ranked = without_recording(run)

@@ -44,15 +44,11 @@ def test_a_block_of_code_is_recorded_with_its_scopes(recorder: Any) -> None:
             assert asyncio.run(both()) == [5, 5]
         print(recording.path, recording.active)
         print(sorted({"polars", "numpy", "rich"} & (set(sys.modules) - before)))
-        try: traceloom.record("block").__enter__()
-        except traceloom.OutputError as error: print(error.slug)
-        with traceloom.record("chosen", steps="2..4", force=True): [step() for _ in range(6)]
-        with traceloom.record("never", steps="20..25", quiet=True): step()
         """
     )
     run = recorder.plain([sys.executable, script])
     assert run.code == 0, run.err
-    assert run.out.splitlines() == ["block False", "[]", "capture-exists"]
+    assert run.out.splitlines() == ["block False", "[]"]
     run.directory = recorder.tmp_path / "block"
     names = run.names()
     assert names.count("traceloom.scope:outer") == 1
@@ -68,12 +64,37 @@ def test_a_block_of_code_is_recorded_with_its_scopes(recorder: Any) -> None:
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     assert run.rank()["window"]["kind"] == "block"
     assert run.rank()["ended"] == "block"
+    assert run.ours == ["traceloom: wrote `block`; next: traceloom report block"]
+    assert run.theirs == ""
+    again = recorder.plain(
+        [sys.executable, "-c", "import traceloom; traceloom.record('block').__enter__()"]
+    )
+    assert (again.code, "holds a capture already" in again.err) == (1, True)
+
+
+def test_a_process_is_recorded_once_and_what_was_never_reached_does_not_count(
+    recorder: Any,
+) -> None:
+    script = recorder.script(
+        """
+        import traceloom
+        with traceloom.record("never", steps="20..25", quiet=True): step()
+        with traceloom.record("chosen", steps="2..4", graph_step=True) as chosen: [step() for _ in range(6)]
+        for name in ("again", "chosen"):
+            with traceloom.record(name, steps="2..4", force=True) as again: [step() for _ in range(6)]
+            print(again.active, again.path)
+        """
+    )
+    run = recorder.plain([sys.executable, script])
+    assert (run.code, run.out, run.theirs) == (0, "False again\nFalse chosen\n", "")
+    never, wrote, before = run.ours
+    assert never.endswith("it made 1 steps [nothing-recorded]")
+    assert wrote == "traceloom: wrote `chosen`; next: traceloom report chosen"
+    assert before.endswith("[recorded-before]"), "it is said once"
+    assert not (recorder.tmp_path / "again").exists()
     run.directory = recorder.tmp_path / "chosen"
     assert run.marks() == [2, 3, 4]
     assert run.rank()["graph_step"]["step"] == 4
-    assert "traceloom: wrote `block`; next: traceloom report block" in run.ours
-    assert any(line.endswith("it made 1 steps [nothing-recorded]") for line in run.ours)
-    assert run.theirs == ""
 
 
 def test_the_command_line_goes_on_where_the_program_records_itself(recorder: Any) -> None:
@@ -128,17 +149,39 @@ except traceloom.CaptureError as error: print(error.slug)
     assert (run.out, run.err) == ("in\nno-torch\n", "")
 
 
-def test_an_old_torch_is_told_and_the_program_goes_on(recorder: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ('torch.__version__ = "2.7.1+cu118"', "torch 2.8 or newer is needed, this is 2.7.1+cu118"),
+        ('torch.__version__ = "2.4.0a0+git1"', "torch 2.8 or newer is needed"),
+        ("del torch._C._autograd._toggle_collection_dynamic", "it lacks `_toggle_collection_"),
+        ("del torch.autograd.profiler.profile._prepare_trace", "it lacks `_prepare_trace`"),
+    ],
+)
+def test_a_torch_that_cannot_be_recorded_safely_is_told_and_the_program_goes_on(
+    recorder: Any, change: str, why: str
+) -> None:
     script = recorder.script(
-        """
+        f"""
         import traceloom
-        torch.__version__ = "2.3.1+cu118"
+        {change}
         with traceloom.record("block") as recording: step()
         print(recording.active)
         """
     )
     run = recorder.plain([sys.executable, script])
     assert (run.code, run.out) == (0, "False\n")
-    assert run.ours == [
-        "traceloom: nothing is recorded: torch 2.4 or newer is needed, this is 2.3.1+cu118 [old-torch]"
-    ]
+    (line,) = run.ours
+    assert line.startswith(f"traceloom: nothing is recorded: {why}")
+    assert line.endswith("[unsupported-torch]")
+    assert not (recorder.tmp_path / "block").exists()
+
+
+def test_under_the_command_line_too(recorder: Any) -> None:
+    """The version is looked at when torch is imported, so a package of that name stands for an old one."""
+    folder = recorder.tmp_path / "torch"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("__version__ = '2.7.0'")
+    run = recorder.python("import torch; print(torch.__version__)", train=False)
+    assert (run.code, run.out) == (0, "2.7.0\n")
+    assert "[unsupported-torch]" in run.ours[0]

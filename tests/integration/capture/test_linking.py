@@ -48,7 +48,9 @@ dist.destroy_process_group()
 def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(
     recorder: Any, options: tuple[str, ...]
 ) -> None:
-    run = recorder.record(recorder.torchrun(recorder.script(JOB)), "--steps", "4..7", *options)
+    run = recorder.record(
+        recorder.torchrun(recorder.script(JOB)), "--steps", "4..7", "--graph", *options
+    )
     assert run.code == 0, run.err
     graph = load_ranks(run.directory, window="graph", cache=False)
     assert [one.rank for one in graph.ranks] == [0, 1]
@@ -75,7 +77,8 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(
             == 0
         )
         said = [name for name in found.host.ops["name"] if name.startswith("say")]
-        assert said == ['say "hi" \\ there']
+        # The host trace goes on until the next backward pass begins.
+        assert set(said) == {'say "hi" \\ there'}
     timed = load_ranks(run.directory, cache=False)
     for one in timed.ranks:
         found = one.matching

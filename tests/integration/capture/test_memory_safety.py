@@ -6,7 +6,7 @@ gives such blocks back, but fills them with canaries, so that one write is enoug
 
 from __future__ import annotations
 
-import os
+import random
 import shutil
 import subprocess
 import sys
@@ -122,7 +122,12 @@ def test_the_quarantine_finds_what_pytorch_does_by_itself(recorder: Any, quarant
     assert (kept > 0, dead) == (True, 1), "the tests below could not fail"
 
 
-OPTIONS = {"plain": (), "memory": ("--memory",), "stacks": ("--stacks",)}
+OPTIONS = {
+    "plain": (),
+    "memory": ("--memory",),
+    "stacks": ("--stacks",),
+    "graph": ("--graph",),
+}
 OFTEN = {
     ("the step", "stacks"),
     ("two steps", "memory"),
@@ -156,37 +161,39 @@ def test_no_freed_block_is_written_to(
     assert (run.code, run.out) == (0, "done\n"), run.err
     kept, dead = dead_canaries(report)
     assert (kept > 100, dead) == (True, 0), run.err
-    assert run.rank()["window"] is not None, run.err
+    if around == "the user's profiler":  # there is no moment without one
+        assert "[never-reached]" in run.err or run.rank()["window"] is not None, run.err
+    else:
+        assert run.rank()["window"] is not None, run.err
 
 
-def test_no_freed_block_is_written_to_in_random_nestings(
+CHANCES = [
+    (),
+    ("--memory",),
+    ("--stacks",),
+    ("--graph",),
+    ("--graph", "--memory"),
+    ("--steps", "0..2"),
+    ("--steps", "1..3"),
+    ("--steps", "2..4", "--stacks"),
+    ("--after", "0", "--duration", "0.2"),
+]
+
+
+def test_programs_made_by_chance_do_the_same_recorded(
     recorder: Any, quarantine: Path, request: pytest.FixtureRequest
 ) -> None:
-    programs, recordings = (50, 20) if request.config.getoption("--thorough") else (1, 6)
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(recorder.source),
-        "LD_PRELOAD": str(quarantine),
-        "OMP_NUM_THREADS": "1",
-    }
-    for seed in range(1, programs + 1):
-        report, directory = recorder.tmp_path / f"report{seed}", recorder.tmp_path / str(seed)
-        command = [
-            sys.executable,
-            str(HERE / "nestings.py"),
-            str(seed),
-            str(recordings),
-            str(directory),
-        ]
-        done = subprocess.run(
-            command,
-            env={**env, "QUARANTINE": str(report)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert (done.returncode, done.stdout) == (0, "done\n"), (seed, done.stderr[-2000:])
-        kept, dead = dead_canaries(report)
-        assert (kept > 100, dead) == (True, 0), seed
-        shutil.rmtree(directory)
+    script = str(HERE / "nestings.py")
+    for seed in range(1, 1001 if request.config.getoption("--thorough") else 3):
+        chance = random.Random(seed)
+        options, report = chance.choice(CHANCES), recorder.tmp_path / f"report{seed}"
+        checked = [f"LD_PRELOAD={quarantine}", f"QUARANTINE={report}"]
+        words = chance.choice([["MALLOC_PERTURB_=165"], ["PYTHONMALLOC=debug"], checked, checked])
+        program = ["env", "OMP_NUM_THREADS=1", *words, sys.executable, script, str(seed)]
+        dead, results = [], []
+        for run in (recorder.plain(program), recorder.record(program, "--force", *options)):
+            results.append((run.code, run.out))
+            dead.append(dead_canaries(report)[1] if report.exists() else 0)
+            report.unlink(missing_ok=True)
+        assert results[0] == results[1], (seed, options, words, run.err[-2000:])
+        assert dead[1] <= dead[0], (seed, options, "PyTorch alone may do harm to itself, we not")

@@ -15,6 +15,7 @@ import pytest
 
 from traceloom.capture import distributed, manifest, writing
 from traceloom.capture.distributed import KINDS, _count_bytes, _parse_recorded_kind
+from traceloom.capture.output import _cut_columns
 from traceloom.capture.scope import MAXIMUM_LENGTH, scope
 from traceloom.capture.settings import (
     Settings,
@@ -165,7 +166,8 @@ def test_settings_come_back_from_the_environment_whatever_they_are() -> None:
             stacks=draw.random() < 0.5,
             memory=draw.random() < 0.5,
             module_names=draw.choice(["path", "class", "off"]),
-            shapes=draw.choice([None, True, False]),
+            graph_step=draw.random() < 0.5,
+            max_memory=draw.choice([None, 0, 10**9]),
             whole=draw.random() < 0.5,
             replaces=draw.choice(["", "old"]),
         )
@@ -174,13 +176,14 @@ def test_settings_come_back_from_the_environment_whatever_they_are() -> None:
             settings.first_step is None and not settings.by_time and not settings.whole
         )
         assert settings.by_time == (settings.after is not None or settings.duration is not None)
-        told = settings.to_dict(shapes=True)
+        told = settings.to_dict()
         by_steps = not settings.by_time and not settings.whole
         assert (told["first_step"], told["step_count"]) == (
             settings.window if by_steps else (None, None)
         )
         assert (told["module_names"] is not None) == settings.memory
         assert "directory" not in told
+        assert told["shapes"] is True
         json.dumps(told)
 
 
@@ -192,6 +195,7 @@ def test_the_window_is_that_of_the_defaults_where_nothing_is_chosen() -> None:
     assert not replace(settings, memory=True, module_names="off").names_modules
     assert replace(settings, memory=True).from_the_start
     assert not replace(settings, memory=True, stacks=True).from_the_start
+    assert not settings.graph_step
     check_times(0.0, 0.5, None)
 
 
@@ -459,3 +463,21 @@ def test_a_line_is_said_once_with_its_slug_and_cannot_move_the_cursor(
     assert len(lines) == 2
     assert "\x1b" not in lines[0]
     assert lines[0].startswith("traceloom: a")
+
+
+def test_calls_outside_of_the_window_are_cut_out_of_their_table_and_legends_stay() -> None:
+    table = {
+        "start_ns": [1, 5, 6, 9],
+        "kind": [0, 1, 0, 0],
+        "bytes_in": [10, 20, 30, 40],
+        "kinds": ["all_reduce", "send", "recv", "gather"],
+        "groups": ["0"],
+    }
+    assert _cut_columns(table, 5, 9) == {
+        "start_ns": [5, 6],
+        "kind": [1, 0],
+        "bytes_in": [20, 30],
+        "kinds": ["all_reduce", "send", "recv", "gather"],
+        "groups": ["0"],
+    }
+    assert _cut_columns(None, 5, 9) is None

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from traceloom.capture import manifest, writing
-from traceloom.capture.kineto import _LOG_LINE
 from traceloom.capture.launch import describe
 from traceloom.capture.scope import scope
 from traceloom.capture.steps import Instant, Mark, StepLog
@@ -212,31 +211,6 @@ def test_the_closing_line_tells_what_was_recorded() -> None:
         "recorded steps 3 to 7 of 12 on 2 ranks; a recorded step took 1.03 x (1.01 to 1.08) the CPU time of an "
         "unrecorded one; graph step 8 took 1.90 x"
     )
-
-
-@pytest.mark.parametrize(
-    ("line", "theirs"),
-    [
-        (
-            b"USDT:2026-11-20 17:49:50 5048:5048 SyncActivityProfilerHandler.cpp:52] profiler_start\n",
-            True,
-        ),
-        (
-            b"STAGE:2024-05-01 10:00:00 12:12 ActivityProfilerController.cpp:314] Completed Stage: Warm Up\n",
-            True,
-        ),
-        (b"[I1120 execution_trace_observer.cpp:800] Enabling Execution Trace Observer\n", True),
-        (
-            b"[W1120 19:07:00.8 CPUAllocator.cpp:245] Memory block of unknown size was allocated before the\n",
-            True,
-        ),
-        (b"my own line about a profiler_result\n", False),
-        (b"Traceback (most recent call last):\n", False),
-        (b"W1120 torch/distributed/run.py:874] Setting OMP_NUM_THREADS\n", False),
-    ],
-)
-def test_only_the_recorders_own_lines_are_kept_from_the_user(line: bytes, theirs: bool) -> None:
-    assert bool(_LOG_LINE.match(line)) == theirs
 
 
 def test_scopes_join_their_names_escape_what_breaks_json_and_refuse_what_cannot_be() -> None:

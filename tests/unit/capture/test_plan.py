@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,226 +16,186 @@ def plan(**options: Any) -> RecordingPlan:
     return RecordingPlan(Settings("x", **options), now=100.0)
 
 
+def begun(step: int = 0, **options: Any) -> RecordingPlan:
+    """One whose session has begun with the first call, or where `step` begins."""
+    machine = plan(**options)
+    machine.start(100.0, step)
+    return machine
+
+
 def steps(machine: RecordingPlan, *numbers: int) -> list[tuple[int, Action]]:
     return [
         (number, action)
         for number in numbers
-        for action in machine.step_starts(number, 100.0 + number)
+        if (action := machine.step_starts(number)) is not None
     ]
 
 
-def test_the_default_records_early_discards_it_at_the_fourth_step_and_adds_a_graph_step() -> None:
+def test_the_default_begins_with_the_first_call_and_ends_behind_the_window() -> None:
     machine = plan()
-    assert machine.first_call(100.0) == [Action.START]
-    assert steps(machine, *range(1, 12)) == [
-        (3, Action.DISCARD),
-        (3, Action.START),
-        (8, Action.KEEP),
-        (8, Action.GRAPH_START),
-        (9, Action.GRAPH_KEEP),
-    ]
+    assert machine.starts_with_first_call
+    assert machine.phase is Phase.WAITING
+    machine.start(100.0, 0)
+    assert machine.window == (3, 8)
+    assert steps(machine, *range(1, 12)) == [(8, Action.STOP)]
     assert machine.phase is Phase.DONE
-    assert machine.finish() == []
+    assert machine.finish() is None
 
 
-def test_a_run_that_ends_early_or_within_the_window_holds_what_there_is() -> None:
+def test_the_graph_step_is_the_one_behind_the_window_and_only_when_asked_for() -> None:
+    machine = begun(graph_step=True)
+    assert steps(machine, *range(1, 12)) == [(8, Action.GRAPH), (9, Action.STOP)]
+    machine = begun(graph_step=True)
+    steps(machine, *range(1, 9))
+    assert machine.phase is Phase.GRAPH
+    assert machine.finish() is Action.STOP
+
+
+def test_a_run_that_ends_early_or_within_the_window_stops_then() -> None:
     for last in (0, 2, 5):
-        machine = plan()
-        machine.first_call(100.0)
+        machine = begun()
         steps(machine, *range(1, last + 1))
-        assert machine.finish() == [Action.HOLD]
-
-
-def test_recording_begins_when_torch_is_there_and_goes_on_through_the_first_call() -> None:
-    machine = plan()
-    assert machine.torch_imported(100.0) == [Action.START]
-    assert machine.first_call(101.0) == []
-    assert machine.deadline == 161.0, "the cap counts from the first call on"
-    assert steps(machine, 1, 2, 3) == [(3, Action.DISCARD), (3, Action.START)]
-
-
-def test_what_came_long_before_the_first_call_is_set_aside() -> None:
-    machine = plan()
-    machine.torch_imported(100.0)
-    assert machine.first_call(130.0) == [Action.SET_ASIDE, Action.START]
-    assert machine.first_call(140.0) == [], "there is one first call"
-    machine = plan(memory=True)
-    machine.torch_imported(100.0)
-    assert machine.first_call(130.0) == [], "allocations are only whole from the start"
-    assert plan_on_another_thread() == [Action.SET_ASIDE, Action.START]
-
-
-def plan_on_another_thread() -> list[Action]:
-    machine = plan(memory=True)
-    machine.torch_imported(100.0)
-    return machine.first_call(100.5, elsewhere=True)
-
-
-def test_the_early_part_ends_after_its_cap_and_the_window_still_comes() -> None:
-    machine = plan()
-    machine.torch_imported(100.0)
-    assert machine.deadline == 160.0
-    assert machine.at_time(159.0) == []
-    assert machine.at_time(160.0) == [Action.HOLD]
-    assert machine.deadline is None
-    assert machine.held(160.0, enough=True) == []
-    assert steps(machine, 1, 2, 3) == [(3, Action.START)]
-
-
-def test_an_early_part_that_held_next_to_nothing_is_followed_by_the_next_one() -> None:
-    machine = plan()
-    machine.torch_imported(100.0)
-    machine.at_time(160.0)
-    assert machine.held(160.0, enough=False) == [Action.START]
-    assert machine.at_time(220.0) == [Action.HOLD]
-    machine.held(220.0, enough=True)
-    assert machine.first_call(300.0) == [Action.START], (
-        "what loads for minutes is recorded when it begins to work"
-    )
-
-
-def test_where_something_is_still_open_the_early_part_becomes_the_beginning_of_the_window() -> None:
-    machine = RecordingPlan(Settings("x"), 100.0, may_cross=lambda: False)
-    machine.torch_imported(100.0)
-    assert machine.first_call(130.0) == []
-    assert steps(machine, *range(1, 10)) == [
-        (3, Action.ADOPT),
-        (8, Action.KEEP),
-        (8, Action.GRAPH_START),
-        (9, Action.GRAPH_KEEP),
-    ]
-
-
-def test_with_stacks_the_window_waits_for_a_moment_at_which_nothing_is_open() -> None:
-    free = False
-    machine = RecordingPlan(Settings("x", stacks=True), 100.0, may_cross=lambda: free)
-    machine.torch_imported(100.0)
-    assert steps(machine, 3, 4) == []
-    free = True
-    assert steps(machine, 5) == [(5, Action.DISCARD), (5, Action.START)]
-
-
-def test_a_recorder_that_may_not_begin_yet_begins_later() -> None:
-    machine = plan(after=5.0, duration=2.0)
-    machine.torch_imported(100.0)
-    assert machine.at_time(105.0) == [Action.START]
-    machine.refused(105.0)
-    assert machine.deadline == 105.25
-    assert machine.at_time(105.25) == [Action.START]
-    machine = plan(first_step=2, step_count=1)
-    assert steps(machine, 2) == [(2, Action.START)]
-    machine.refused(102.0)
-    assert machine.deadline is None
-    assert steps(machine, 3, 4) == [(3, Action.START), (4, Action.KEEP), (4, Action.GRAPH_START)]
-    machine.refused(104.0)
-    assert steps(machine, 5, 6) == [(5, Action.GRAPH_START), (6, Action.GRAPH_KEEP)]
+        assert machine.finish() is Action.STOP
+        assert machine.finish() is None
+    assert plan().finish() is None, "nothing was begun"
 
 
 def test_chosen_steps_begin_exactly_there_and_step_zero_begins_with_the_first_call() -> None:
-    machine = plan(first_step=20, step_count=5, graph_step=False)
-    assert machine.first_call(100.0) == []
-    assert steps(machine, *range(1, 30)) == [(20, Action.START), (25, Action.KEEP)]
-    machine = plan(first_step=0, step_count=1)
-    assert machine.first_call(100.0) == [Action.START]
-    assert steps(machine, 1, 2) == [
-        (1, Action.KEEP),
-        (1, Action.GRAPH_START),
-        (2, Action.GRAPH_KEEP),
-    ]
+    machine = plan(first_step=20, step_count=5)
+    assert not machine.starts_with_first_call
+    assert steps(machine, *range(1, 21)) == [(20, Action.START)]
+    machine.start(120.0, 20)
+    assert steps(machine, *range(21, 30)) == [(25, Action.STOP)]
+    assert plan(first_step=0, step_count=1).starts_with_first_call
 
 
-def test_a_window_by_time_needs_no_steps_and_takes_its_graph_step_from_the_next_one() -> None:
-    machine = plan(after=5.0, duration=2.0)
-    assert machine.first_call(100.0) == []
-    assert machine.at_time(104.9) == []
-    assert machine.at_time(105.0) == [Action.START]
-    assert machine.at_time(107.0) == [Action.KEEP]
-    assert steps(machine, 7, 8) == [(7, Action.GRAPH_START), (8, Action.GRAPH_KEEP)]
+def test_a_recorder_that_may_not_begin_yet_begins_at_a_later_step_with_a_later_window() -> None:
+    machine = plan(first_step=2, step_count=2)
+    assert steps(machine, 1, 2, 3, 4) == [(2, Action.START), (3, Action.START), (4, Action.START)]
+    machine.start(104.0, 4)
+    assert (machine.window, machine.first_whole_step) == ((4, 6), 4)
+    assert steps(machine, 5, 6) == [(6, Action.STOP)]
 
 
-def test_ours_yields_and_begins_again_after_the_users_profiler() -> None:
-    machine = plan()
-    machine.first_call(100.0)
-    steps(machine, 1, 2, 3, 4)
-    assert machine.foreign_profiler() == [Action.HOLD]
-    assert machine.foreign_profiler() == []
-    assert steps(machine, 5, 6) == []
-    assert machine.foreign_profiler_ended(107.0) == [Action.START]
-    assert steps(machine, 7, 8, 9, 10, 11, 12) == [
-        (7, Action.DISCARD),
-        (7, Action.START),
-        (12, Action.KEEP),
-        (12, Action.GRAPH_START),
-    ]
-    assert machine.foreign_profiler() == [Action.GRAPH_DISCARD]
-    machine.foreign_profiler_ended(120.0)
-    assert steps(machine, 14, 15) == [(14, Action.GRAPH_START), (15, Action.GRAPH_KEEP)]
+def test_a_session_that_began_within_the_window_makes_it_later_and_no_shorter() -> None:
+    machine = begun(5)
+    assert (machine.window, machine.first_whole_step) == ((5, 10), 5)
+    assert steps(machine, *range(6, 12)) == [(10, Action.STOP)]
+    assert begun(2).window == (3, 8), "a session from before the window does not move it"
 
 
-def test_other_steps_begin_the_numbers_and_the_recording_anew() -> None:
-    machine = plan()
-    machine.first_call(100.0)
-    steps(machine, 1, 2, 3, 4)
-    assert machine.renumber(105.0) == [Action.DISCARD, Action.START]
-    assert steps(machine, 1, 2, 3) == [(3, Action.DISCARD), (3, Action.START)]
+@pytest.mark.parametrize(
+    ("options", "begins", "ends"),
+    [
+        ({"after": 5.0, "duration": 2.0}, 105.0, 2.0),
+        ({"after": 5.0}, 105.0, 10.0),
+        ({"duration": 0.5}, 100.0, 0.5),
+    ],
+)
+def test_a_window_by_time_needs_no_steps(
+    options: dict[str, float], begins: float, ends: float
+) -> None:
+    machine = plan(**options)
+    assert not machine.starts_with_first_call
+    assert machine.deadline == begins
+    assert machine.at_time(begins - 0.1) is None
+    assert machine.at_time(begins) is Action.START
+    assert machine.at_time(begins + 0.3) is Action.START, "until it has begun"
+    machine.start(begins + 0.3, 7)
+    assert steps(machine, 8, 9) == [], "no step is counted"
+    assert machine.deadline == begins + 0.3 + ends
+    assert machine.at_time(begins + ends) is None
+    assert machine.at_time(begins + 0.3 + ends) is Action.STOP
+    assert machine.deadline is None
+
+
+def test_a_program_without_steps_is_recorded_for_so_long_and_one_with_steps_for_its_window() -> (
+    None
+):
+    machine = begun(early_cap=60.0)
+    assert machine.deadline == 160.0
+    assert machine.at_time(159.0) is None
+    assert machine.at_time(160.0) is Action.STOP
+    machine = begun(early_cap=60.0)
+    steps(machine, 1)
+    assert machine.deadline is None
+    assert machine.at_time(1000.0) is None
+
+
+def test_a_whole_block_has_no_end_of_its_own() -> None:
+    machine = begun(whole=True)
+    assert machine.starts_with_first_call
+    assert steps(machine, *range(1, 50)) == []
+    assert machine.deadline is None
+    assert machine.at_time(1e9) is None
+    assert machine.finish() is Action.STOP
+
+
+def test_other_steps_begin_the_numbers_anew_in_the_same_session() -> None:
+    machine = begun(4)
+    steps(machine, 5)
+    machine.renumber()
+    assert (machine.window, machine.first_whole_step) == ((3, 8), 0)
+    assert steps(machine, *range(1, 9)) == [(8, Action.STOP)]
+    machine.renumber()
+    assert machine.phase is Phase.DONE, "a window that is over is not begun again"
+    machine.renumber(resumes=True)
+    assert steps(machine, *range(1, 9)) == [(8, Action.STOP)], "unless its session still records"
 
 
 EVENTS = st.lists(
-    st.sampled_from(
-        ["import", "call", "elsewhere", "step", "time", "foreign", "ended", "renumber", "refused"]
-    ),
-    max_size=60,
+    st.sampled_from(["step", "time", "renumber", "refused", "finish", "full"]), max_size=60
 )
-
-
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"first_step": 2, "step_count": 3},
-    {"after": 3.0},
+    {"graph_step": True},
+    {"first_step": 2, "step_count": 3, "graph_step": True},
+    {"after": 3.0, "duration": 4.0},
     {"whole": True},
-    {"stacks": True},
+    {"early_cap": 2.0},
 ]
 
 
 @given(EVENTS, st.sampled_from(OPTIONS), st.booleans())
-def test_whatever_happens_recorders_start_and_stop_in_turns(
-    events: list[str], options: dict[str, Any], may_cross: bool
+def test_whatever_happens_a_session_begins_once_and_ends_once(
+    events: list[str], options: dict[str, Any], called: bool
 ) -> None:
-    machine = RecordingPlan(Settings("x", **options), 100.0, may_cross=lambda: may_cross)
-    running, graph, refuses, number, now = False, False, False, 0, 100.0
+    machine = plan(**options)
+    number, now, refuses = 0, 100.0, False
+    actions: list[Action] = []
+
+    def act(action: Action | None) -> None:
+        nonlocal refuses
+        if action is None:
+            return
+        if action is Action.START:
+            assert machine.phase is Phase.WAITING
+            if not refuses:
+                actions.append(action)
+                machine.start(now, number)
+            refuses = False
+            return
+        actions.append(action)
+
+    if called and machine.starts_with_first_call:
+        act(Action.START)
     for event in [*events, "finish"]:
         now += 1.0
-        number = 0 if event == "renumber" else number + (event == "step")
-        actions = {
-            "import": lambda now=now: machine.torch_imported(now),
-            "call": lambda now=now: machine.first_call(now),
-            "elsewhere": lambda now=now: machine.first_call(now, elsewhere=True),
-            "refused": list,
-            "step": lambda now=now, number=number: machine.step_starts(number, now),
-            "time": lambda now=now: machine.at_time(now),
-            "foreign": machine.foreign_profiler,
-            "ended": lambda now=now: machine.foreign_profiler_ended(now),
-            "renumber": lambda now=now: machine.renumber(now),
-            "finish": machine.finish,
-        }[event]()
-        refuses = refuses or event == "refused"
-        for action in actions:
-            if action in (Action.START, Action.GRAPH_START):
-                assert not running
-                assert not graph
-                if refuses:
-                    machine.refused(now)
-                    refuses = False
-                    break
-                running, graph = action is Action.START, action is Action.GRAPH_START
-            elif action in (Action.HOLD, Action.SET_ASIDE, Action.DISCARD, Action.KEEP):
-                assert running
-                running = False
-            elif action is Action.ADOPT:
-                assert running
-            else:
-                assert graph
-                graph = False
-        assert machine.recording == running
-    assert not running
-    assert not graph
+        if event == "step":
+            number += 1
+            act(machine.step_starts(number))
+        elif event == "time":
+            act(machine.at_time(now))
+        elif event == "renumber":
+            number = 0
+            machine.renumber()
+        elif event == "refused":
+            refuses = True
+        else:
+            act(machine.finish())
+        assert machine.first_whole_step <= max(number, 0) or machine.phase is Phase.DONE
+    assert machine.phase is Phase.DONE
+    expected = [[], [Action.START, Action.STOP], [Action.START, Action.GRAPH, Action.STOP]]
+    assert actions in expected
+    if not options.get("graph_step"):
+        assert Action.GRAPH not in actions

@@ -78,10 +78,10 @@ def test_the_users_profiler_overrules_the_optimizer() -> None:
 
 def test_without_an_optimizer_backward_passes_are_the_steps_until_there_is_one() -> None:
     clock, both = StepClock(), pair()
-    assert [clock.backward_ended() for _ in range(3)] == [Tick.STEP] * 3
+    assert [clock.backward_began() for _ in range(3)] == [Tick.STEP] * 3
     assert clock.source == "backward"
     assert ticks(clock, both, "aa") == "RS"
-    assert clock.backward_ended() is Tick.NOTHING
+    assert clock.backward_began() is Tick.NOTHING
 
 
 @given(st.lists(st.integers(1, 10**12), max_size=30), st.integers(0, 29))

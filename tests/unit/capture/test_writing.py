@@ -7,10 +7,10 @@ import errno
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,9 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from traceloom.capture import distributed, settings, writing
-from traceloom.capture.kineto import hide_log_lines
 from traceloom.capture.writing import (
-    BackgroundWriter,
     CaptureFolders,
     Lock,
     check_free,
@@ -120,21 +118,64 @@ def test_what_the_directory_does_not_take_is_kept_elsewhere_and_said(
     assert not folder.exists()
 
 
-def test_a_directory_with_too_little_room(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def disks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, int]:
+    """Free bytes of the capture directory and of the temporary directory, of 10,000 each."""
+    free = {"run": 2000, "temporary": 2000}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(writing.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(
+        writing.tempfile, "mkdtemp", lambda prefix: str(temporary / prefix.rstrip("-"))
+    )
+    monkeypatch.setattr(
+        writing.shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free=free[Path(path).name], total=10_000),
+    )
+    return free
+
+
+def test_a_tenth_of_each_disk_is_left_to_the_program(
+    directory: Path, disks: dict[str, int], tmp_path: Path
 ) -> None:
-    free = {str(directory): 1000, str(tmp_path): 5000}
-    monkeypatch.setattr(writing.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(
-        writing.tempfile, "mkdtemp", lambda prefix: str(tmp_path / prefix.rstrip("-"))
-    )
-    monkeypatch.setattr(
-        writing.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[str(path)])
-    )
     assert CaptureFolders(directory).choose(1000) == directory
-    assert CaptureFolders(directory).choose(1001) == tmp_path / "traceloom"
-    free[str(tmp_path)] = 900  # elsewhere there is less
-    assert CaptureFolders(directory).choose(10**9) == directory
+    disks["temporary"] = 3000
+    assert CaptureFolders(directory).choose(1001) == tmp_path / "temporary" / "traceloom"
+    with pytest.raises(OSError, match="No space left") as full:
+        CaptureFolders(directory).choose(2001)
+    assert full.value.errno == errno.ENOSPC
+
+
+def test_a_limit_on_the_size_of_files_is_one_for_ours(directory: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert CaptureFolders(directory).choose(100_000) == directory
+        with pytest.raises(OSError, match="too large") as large:
+            CaptureFolders(directory).choose(100_001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert large.value.errno == errno.EFBIG
+
+
+def test_forks_that_write_are_waited_for_and_those_that_are_gone_are_not(tmp_path: Path) -> None:
+    done = tmp_path / "rank0.writing"
+    writer = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, sys, time; time.sleep(0.3); os.unlink(sys.argv[1])",
+            done,
+        ]
+    )
+    done.write_text(str(writer.pid))
+    (tmp_path / "rank1.writing").write_text("4194303")  # no process has this number
+    (tmp_path / "rank2.writing").write_text("")
+    writing.wait_for_writers(tmp_path)
+    assert not done.exists()
+    assert writer.wait() == 0
+    writing.wait_for_writers(tmp_path / "nowhere")
 
 
 def test_a_path_that_is_not_utf_8_is_none_for_torch(tmp_path: Path) -> None:
@@ -162,36 +203,6 @@ def test_why_something_cannot_be_written_names_both_users(tmp_path: Path) -> Non
         FileNotFoundError(errno.ENOENT, "No such file or directory"), tmp_path / "gone"
     )
     assert gone == f"No such file or directory; the process runs as user {os.geteuid()}"
-
-
-def test_jobs_are_done_in_their_order_and_one_that_fails_ends_no_other(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    writer, done, gate = BackgroundWriter(), list[int](), threading.Event()
-
-    def job(number: int) -> Callable[[], None]:
-        def run() -> None:
-            gate.wait(60)
-            if number == 2:
-                raise OSError("the disk is gone")
-            done.append(number)
-
-        return run
-
-    for number in range(5):
-        writer.submit(job(number))
-    assert writer.busy
-    gate.set()
-    writer.wait()
-    assert not writer.busy
-    assert done == [0, 1, 3, 4]
-    assert "the disk is gone" in capfd.readouterr().err
-    writer.rest()
-    assert not [thread for thread in threading.enumerate() if thread.name == "traceloom-writer"]
-    writer.submit(job(7))  # it begins again
-    writer.rest()
-    assert done[-1] == 7
-    writer.rest()
 
 
 HOLDER = """
@@ -269,35 +280,6 @@ def test_a_lock_is_no_link(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic"):
         Lock(path).take()
     assert (tmp_path / "victim").read_text() == "precious"
-
-
-def test_lines_of_the_profiler_are_hidden_and_no_others(capfd: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        b"INFO:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:245] Completed stage",
-        b"a line of the program",
-        b"STAGE:2026-01-31 12:00:00 17:17 ActivityProfilerController.cpp:314] Completed Stage: Warm Up",
-        b"",
-        b"[W131 12:00:00.1 execution_trace_observer.cpp:433] Disabling Execution Trace Observer",
-        b"loss 0.25 \xff",
-    ]
-    with hide_log_lines():
-        for line in lines:
-            os.write(2, line + b"\n")
-    os.write(2, b"after ActivityProfiler\n")
-    assert (
-        capfd.readouterr().err
-        == "a line of the program\n\nloss 0.25 \ufffd\nafter ActivityProfiler\n"
-    )
-
-
-def test_an_error_inside_leaves_the_descriptor_as_it_was(capfd: pytest.CaptureFixture[str]) -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    with contextlib.suppress(ZeroDivisionError), hide_log_lines():
-        os.write(2, b"said before\n")
-        raise ZeroDivisionError
-    os.write(2, b"said after\n")
-    assert capfd.readouterr().err == "said before\nsaid after\n"
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 @pytest.fixture

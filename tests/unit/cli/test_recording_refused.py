@@ -65,9 +65,29 @@ def test_the_exit_code_of_a_command_is_its_own_and_its_words_pass(
         "what looks like options behind the command is the command's"
     )
     assert "err\n" in printed.err
-    # A program that ends well, and never loads PyTorch, is nothing that was recorded.
-    assert main(["record", "-o", "other", "--", sys.executable, "-c", "pass"]) == 5
-    assert capfd.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 7])
+def test_a_command_of_which_nothing_is_recorded_keeps_its_exit_code_unless_told_otherwise(
+    status: int, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["-o", "run", "--", sys.executable, "-c", f"import sys; sys.exit({status})"]
+    assert main(["record", *command]) == status
+    assert "[no-torch]" in capfd.readouterr().err
+    assert main(["record", "--fail-without-capture", *command]) == 5
+    assert "[no-torch]" in capfd.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--no-shapes"], ["--no-graph-step"], ["--max-memory", "much"], ["--max-memory", "-1"]],
+)
+def test_options_that_there_are_not_are_refused(
+    words: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["record", *words, "--", sys.executable, "-c", "print('ran')"]) == 2
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
