@@ -49,7 +49,7 @@ $(VENV)/.docs: $(VENV)/.pip pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo ## Record a small GPT on 2 ranks, report it in the terminal and as demo/report.html
-	OMP_NUM_THREADS=1 $(BIN)/traceloom record --force --memory --steps 3..8 -o demo/run -- \
+	OMP_NUM_THREADS=1 $(BIN)/traceloom record --force --memory --graph --steps 3..8 -o demo/run -- \
 	    $(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 	$(BIN)/traceloom report demo/run
 	$(BIN)/traceloom report demo/run --force -o demo/report.html

@@ -95,7 +95,6 @@ def record(folder: Path, steps: int, batches: int) -> gate_summary.RunSummary:
             "traceloom",
             "record",
             "-q",
-            "--no-graph-step",
             "-o",
             str(folder),
             "--",

@@ -264,7 +264,7 @@ def recording(rounds: int) -> bool:
     import traceloom
 
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from record import STEPS, workload
+    from record import STEPS, in_fork, workload
 
     step: Callable[[], None] = workload()
     ways: dict[str, dict[str, Any] | None] = {
@@ -274,19 +274,21 @@ def recording(rounds: int) -> bool:
         "with memory": {"memory": True},
     }
     times: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
+
+    def take(step: Callable[[], None], options: dict[str, Any] | None) -> list[tuple[int, int]]:
+        if options is None:
+            return [spent(step) for _ in range(STEPS)]
+        with (
+            tempfile.TemporaryDirectory() as place,
+            traceloom.record(f"{place}/run", quiet=True, **options),
+        ):
+            return [spent(step) for _ in range(STEPS)]
+
     with quiet():
-        for number in range(rounds + 1):
+        take(step, None)  # warm-up
+        for _ in range(rounds):
             for name, options in ways.items():
-                if options is None:
-                    new = [spent(step) for _ in range(STEPS)]
-                else:
-                    with (
-                        tempfile.TemporaryDirectory() as place,
-                        traceloom.record(f"{place}/run", quiet=True, **options),
-                    ):
-                        new = [spent(step) for _ in range(STEPS)]
-                if number:  # the first round warms up
-                    times[name] += new
+                times[name] += in_fork(take, step, options)  # a process can be recorded once
     print(f"one training step of the example, {rounds} rounds of {STEPS} steps, in turns")
     for number, label in enumerate(("processor", "wall")):
         bare = min(pair[number] for pair in times["unrecorded"])

@@ -108,7 +108,7 @@ def planning_of_a_deep_model() -> float:
     """
     step = workload(layers=24)
     with tempfile.TemporaryDirectory() as directory:
-        with traceloom.record(Path(directory) / "run", steps=1, quiet=True):
+        with traceloom.record(Path(directory) / "run", steps=1, graph_step=True, quiet=True):
             for _ in range(6):
                 step()
         return planning(str(Path(directory) / "run"))
@@ -215,7 +215,7 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
     for _ in range(3):
         step()
     with tempfile.TemporaryDirectory() as directory:
-        with traceloom.record(Path(directory) / "run", steps=3, quiet=True):
+        with traceloom.record(Path(directory) / "run", steps=3, graph_step=True, quiet=True):
             for _ in range(10):
                 step()
         capture = str(Path(directory) / "run")

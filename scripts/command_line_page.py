@@ -33,7 +33,8 @@ what each understands.
 | 130 | interrupted by Ctrl-C |
 | 141 | whoever read the output stopped reading |
 
-`traceloom record` ends with the exit code of the command it records. An error is one sentence with a remedy and the
+`traceloom record` ends with the exit code of the command it records, always; with `--fail-without-capture` 5 says that
+nothing was recorded. An error is one sentence with a remedy and the
 name of its entry in [Messages](messages.md); `--debug` shows a traceback as well. Colours are shown on a terminal only,
 and never where `NO_COLOR` is set.
 

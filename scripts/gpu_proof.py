@@ -359,7 +359,7 @@ class Proof:
         plain = ["--workers", "0", "--accumulate", "1"]
         here = ["--device", self.device]
         if name == "gpt":
-            return [*python, *example, *here, *plain], []
+            return [*python, *example, *here, *plain], ["--graph"]  # which is replayed, too
         if name == "loader":
             return [*python, *example, *here, "--workers", "2", "--accumulate", "4"], []
         if name == "compiled":
@@ -469,7 +469,7 @@ class Proof:
             str(PROGRAMS / "counted.py"),
             self.device,
         ]
-        run = self.record("sums", words, "--memory", "--shapes")
+        run = self.record("sums", words, "--memory")
         known, measured, report = (
             run.read_answer(),
             run.read_measures(),

@@ -308,15 +308,15 @@ CASES: dict[str, str] = {
         completion nonsense
     """,
     "record": """
-        record -o made/first --steps 7..10 --stacks --memory --module-names path --shapes -- python tiny.py
-        record -o made/first --steps 7..10 --module-names class --no-shapes --no-graph-step --no-sources -- python tiny.py
+        record -o made/first --steps 7..10 --stacks --memory --module-names path --graph -- python tiny.py
+        record -o made/first --steps 7..10 --module-names class --graph --no-sources --max-memory 200MB --fail-without-capture -- python tiny.py
         record -o made/first --force --after 0 --duration 0.05 --module-names off -q -- python tiny.py
         record -o out/none
     """,
     "replay": """
         replay run --plan-only
         replay run --plan-only --steps 1..2 --debug
-        record -o made/real --steps 1..3 -q -- python tiny.py
+        record -o made/real --steps 1..3 --graph -q -- python tiny.py
         replay made/real --plan-only --level outermost --steps 3..4 --ranks 0 --json --no-cache
         replay made/real --plan-only --level leaf --only compute -o out/run.plan
         replay made/real --plan-only --only communication -q
@@ -398,7 +398,7 @@ def uncovered(every: Iterable[list[str]]) -> list[str]:
             names = set(action.option_strings) or {"(nothing)"}
             seen = bool(names & used[name]) if action.option_strings else bool(used[name])
             if isinstance(action.option_strings, list) and action.nargs == 0 and len(names) > 1:
-                # `--shapes` and `--no-shapes` are two options; `-q` and `--quiet` are one.
+                # `--x` and `--no-x` are two options; `-q` and `--quiet` are one.
                 without += [
                     f"{name} {o}" for o in names if o.startswith("--no-") and o not in used[name]
                 ]

@@ -83,7 +83,7 @@ def slugs_in_code() -> dict[str, str]:
             slugs = [
                 s for k in node.keywords if (k.arg or "").endswith("slug") for s in _text(k.value)
             ]
-            if name in SPEAKERS and node.args:
+            if node.args and (name in SPEAKERS or (in_process and name == "note")):
                 slugs += _text(node.args[0])
             if name in {"report", "tell"} and len(node.args) > 1:  # a state, then why
                 slugs += _text(node.args[1])

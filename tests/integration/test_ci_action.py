@@ -151,9 +151,7 @@ def test_a_command_is_recorded_in_both_checkouts_in_turns(runner: Runner, tmp_pa
         str(tmp_path / side) for side in ("old", "now", "old", "now")
     ]
     out = tmp_path / "temp" / "traceloom" / "runs" / "new" / "2"
-    assert recorded[-1].endswith(
-        f"record -q --no-graph-step -o {out} -- bash -c python train.py; echo $HOME"
-    )
+    assert recorded[-1].endswith(f"record -q -o {out} -- bash -c python train.py; echo $HOME")
 
 
 def test_a_wrong_condition_ends_the_action_with_its_message(runner: Runner, tmp_path: Path) -> None:

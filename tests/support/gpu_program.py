@@ -1,6 +1,6 @@
 """A small program for a GPU, to be recorded there: two streams that wait for each other, pinned copies, a CUDA graph.
 
-Its traces are the fixtures in tests/data/cuda: `traceloom record -o DIR --steps 2..3 -- python tests/support/gpu_program.py`.
+Its traces are the fixtures in tests/data/cuda: `traceloom record -o DIR --graph --steps 2..4 -- python tests/support/gpu_program.py`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ _MAX_SCALE_FACTOR = 1 << 20  # max ratio of a size to the recorded one
 _DIRECTORY = "directory"
 DESCRIPTION = (
     "Run a recorded workload again, without its code and its data: every op with the arguments, shapes and types that "
-    "were recorded. What it needs is a host trace, as `traceloom record` writes."
+    "were recorded. What it needs is a host trace, as `traceloom record --graph` writes."
 )
 EXAMPLES = """\
 examples:

@@ -187,7 +187,7 @@ def check_recording_overhead(context: Context) -> Iterator[Message]:
     yield Remark(
         title=f"recording makes steps {ratio:.2f} × as long: host savings exclude that",
         confidence=0.9,
-        advice="Record without stacks, shapes and memory, or fewer steps; trust the savings of the device more.",
+        advice="Record without stacks and memory, or fewer steps; trust the savings of the device more.",
     )
 
 

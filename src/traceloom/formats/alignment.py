@@ -7,9 +7,7 @@ however often names repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,10 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.errors import InputError
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_longest_increasing_subsequence, find_nearest_ancestor
-from traceloom.trace.frames import cast_to_schema
-from traceloom.trace.trace import SCHEMAS, DeferredFrame, HostTrace, Trace
+from traceloom.trace.trace import HostTrace, Trace
 
 Tokens = NDArray[np.uint64]
 
@@ -514,51 +510,3 @@ def match_ops(timed_trace: Trace, graph: Trace, recorded: Bools) -> Ints:
             both = turn_frames[0].join(turn_frames[1], on=["code", "turn", "count"])
             same[both["row_right"].to_numpy()] = both["row"].to_numpy()
     return same
-
-
-def add_graph_step_shapes(
-    trace: Trace, directory: Path | None, read: Callable[[Path, dict[str, Any]], Trace | InputError]
-) -> Trace:
-    """Returns the trace with input shapes of ops from the graph step, where the window was recorded
-    without them.
-
-    The graph step is read only when `tensors` is first used.
-
-    Args:
-        trace: A timed window.
-        directory: Its capture; None where it belongs to none.
-        read: Reads a trace of that capture.
-    """
-    entry = trace.meta.capture or {}
-    settings, step = entry.get("settings"), entry.get("graph_step")
-    name = step.get("file") if isinstance(step, dict) else None
-    if directory is None or not isinstance(name, str) or Path(name).name != name:
-        return trace
-    if (
-        not isinstance(settings, dict)
-        or settings.get("shapes") is not False
-        or not (directory / name).is_file()
-    ):
-        return trace
-
-    def tensors() -> pl.DataFrame:
-        graph = read(directory / name, entry)
-        recorded_tensors = trace.tensors
-        if isinstance(graph, InputError):
-            return recorded_tensors
-        shaped = np.zeros(graph.events.height, dtype=np.bool_)
-        shaped[graph.tensors["event"].to_numpy()] = True
-        same = match_ops(trace, graph, is_op(graph) & shaped)
-        events = np.setdiff1d(np.flatnonzero(same >= 0), recorded_tensors["event"].to_numpy())
-        pairs = pl.DataFrame(
-            {"event": events, "source": same[events]},
-            schema={"event": pl.UInt32, "source": pl.UInt32},
-        )
-        graph_tensors = pairs.join(
-            graph.tensors.rename({"event": "source"}), on="source", how="left"
-        ).drop("source")
-        return pl.concat(
-            [recorded_tensors, graph_tensors.pipe(cast_to_schema, SCHEMAS["tensors"])]
-        ).sort("event")
-
-    return trace.with_deferred("tensors", DeferredFrame(tensors))

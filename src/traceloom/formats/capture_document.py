@@ -37,7 +37,6 @@ class CapturedWindow(Struct, kw_only=True):
     step_count: BoundedInt | None = None
     start_ns: BoundedInt | None = None
     end_ns: BoundedInt | None = None
-    before: Texts | None = None
 
 
 class GraphStep(Struct, kw_only=True):

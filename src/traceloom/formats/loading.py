@@ -23,7 +23,6 @@ from typing import Any
 from msgspec import Struct
 
 from traceloom.errors import InputError, TraceloomError, UsageError
-from traceloom.formats.alignment import add_graph_step_shapes
 from traceloom.formats.inputs import (
     FileHead,
     InputFile,
@@ -221,14 +220,7 @@ def read_all(
     if cache and missing:
         cache.prune()
 
-    def read(path: Path, entry: dict[str, Any]) -> Trace | InputError:
-        return read_all([InputFile(path, given=False, entry=entry)], cache=cache)[0]
-
-    return [
-        add_graph_step_shapes(trace, source.capture, read) if isinstance(trace, Trace) else trace
-        for source, trace in zip(inputs, out, strict=True)
-        if trace is not None
-    ]
+    return [trace for trace in out if trace is not None]
 
 
 def _get_stamp(source: InputFile) -> tuple[int, ...] | None:

@@ -332,7 +332,7 @@ def _add_entry(out: Inputs, directory: Path, entry: dict[str, Any], window: Wind
                 text,
                 slug="graph-step-missing",
                 where=str(directory),
-                hint="link the timed window instead",
+                hint="link the timed window instead, or record with `traceloom record --graph`",
             )
         out.ranks.append(RankInput(rank, of(graph), of(host) if host else None))
         return
@@ -399,7 +399,10 @@ def _add_missing_notices(out: Inputs, world: int) -> None:
             if len(out.ranks) == 1
             else f" for rank{'s' if len(without_host) > 1 else ''} {_format_ranks(without_host)}"
         )
-        text = f"there is no host trace{rank_text}: ops have no tensors, and data edges are missing"
+        text = (
+            f"there is no host trace{rank_text}: it is not known which tensors ops use, and data edges are missing; "
+            "`traceloom record --graph` records it"
+        )
         out.notices.append(Notice("no-host-trace", "info", text, len(without_host)))
 
 

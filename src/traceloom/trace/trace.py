@@ -221,14 +221,6 @@ class Trace:
             waiting.pop(name, None)
             return frame
 
-    def with_deferred(self, name: str, frame: DeferredFrame) -> Trace:
-        """Returns the trace with one frame replaced by another that is built on first use."""
-        other = object.__new__(Trace)
-        other.__dict__.update(self.__dict__)
-        other.__dict__.pop(name, None)
-        other.__dict__["_waiting"] = {**self.__dict__["_waiting"], name: frame}
-        return other
-
     def __getstate__(self) -> dict[str, Any]:
         """Builds all frames, since what builds them cannot be pickled."""
         return {f.name: getattr(self, f.name) for f in fields(self)}

@@ -1,18 +1,15 @@
-"""Which op of the graph step is which op of the timed steps, and the shapes that these get from it."""
+"""Which op of the graph step is which op of the timed steps."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from traceloom.errors import InputError
-from traceloom.formats import read_kineto
-from traceloom.formats.alignment import add_graph_step_shapes, find_timed_ops, is_op, match_ops
+from traceloom.formats.alignment import find_timed_ops, is_op, match_ops
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -135,94 +132,3 @@ def test_whatever_changes_names_agree_and_no_op_is_taken_twice_in_a_step(seed: i
             assert (row["step"], target) not in taken
             taken.add((row["step"], target))
     assert len(taken) > 60  # of about 108: nine in ten of 40, three times
-
-
-@pytest.fixture
-def capture(tmp_path: Path) -> Path:
-    """A window of two steps without shapes and a graph step that has them."""
-    steps(PROGRAM, PROGRAM).write(tmp_path / "rank0.kineto.json")
-    steps(PROGRAM, shapes=True).write(tmp_path / "rank0.graph.json")
-    return tmp_path
-
-
-def entry(**changes: Any) -> dict[str, Any]:
-    return {
-        "rank": 0,
-        "settings": {"shapes": False},
-        "graph_step": {"file": "rank0.graph.json"},
-    } | changes
-
-
-def window(folder: Path, part: dict[str, Any] | None) -> Trace:
-    return read_kineto(folder / "rank0.kineto.json", capture=part)
-
-
-def test_timed_ops_have_the_shapes_of_the_graph_step_and_it_is_read_only_when_asked(
-    capture: Path,
-) -> None:
-    asked: list[Path] = []
-
-    def read(path: Path, part: dict[str, Any]) -> Trace:
-        asked.append(path)
-        return read_kineto(path, capture=part)
-
-    trace = add_graph_step_shapes(window(capture, entry()), capture, read)
-    assert (asked, trace.events.height) == ([], 2 * len(PROGRAM) + 3)
-    shapes = trace.tensors.join(
-        trace.events.select("event", "name", "step"), on="event", maintain_order="left"
-    )
-    assert shapes.select("name", "step", "shapes").rows() == [
-        (name, step, f"[[{place}]]") for step in range(2) for place, (name, _) in enumerate(PROGRAM)
-    ]
-    assert trace.tensors["event"].is_sorted()
-    assert asked == [capture / "rank0.graph.json"]
-    trace.check()
-
-
-def test_shapes_that_the_window_has_itself_stay(capture: Path) -> None:
-    steps(PROGRAM).op("d", 500, 5, shapes=[[99]]).write(capture / "rank0.kineto.json")
-    trace = add_graph_step_shapes(
-        window(capture, entry()), capture, lambda path, _: read_kineto(path)
-    )
-    shapes = trace.tensors["shapes"].to_list()
-    assert shapes[-1] == "[[99]]"
-    assert sorted(set(shapes) - {"[[99]]"}) == sorted(
-        {f"[[{place}]]" for place in range(len(PROGRAM))}
-    )
-
-
-def test_a_graph_step_that_cannot_be_read_gives_no_shapes(capture: Path) -> None:
-    refused = InputError("no", slug="unreadable")
-    trace = add_graph_step_shapes(window(capture, entry()), capture, lambda *_: refused)
-    assert trace.tensors.height == 0
-    trace.check()
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        None,
-        {},
-        entry(settings={"shapes": True}),
-        entry(settings={}),
-        entry(settings=None),
-        entry(settings={"shapes": 0}),
-        entry(graph_step=None),
-        entry(graph_step={"file": 3}),
-        entry(graph_step={"file": "gone.json"}),
-        entry(graph_step={"file": "../rank0.graph.json"}),
-        entry(graph_step={"file": "/rank0.graph.json"}),
-        entry(graph_step=["rank0.graph.json"]),
-    ],
-)
-def test_a_window_of_which_the_capture_says_nothing_stays_what_it_is(
-    part: Any, capture: Path
-) -> None:
-    trace = window(capture, part)
-    assert (
-        add_graph_step_shapes(trace, capture, lambda *_: pytest.fail("nothing is to be read"))
-        is trace
-    )
-    assert (
-        add_graph_step_shapes(trace, None, lambda *_: pytest.fail("nothing is to be read")) is trace
-    )

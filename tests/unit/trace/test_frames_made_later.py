@@ -29,7 +29,7 @@ def deferred(name: str) -> tuple[Trace, Maker]:
     """A trace of which one frame is made later."""
     whole = odd_trace(1)
     maker = Maker(getattr(whole, name))
-    return whole.with_deferred(name, DeferredFrame(maker.make, 1, "b")), maker
+    return replace(whole, **{name: DeferredFrame(maker.make, 1, "b")}), maker
 
 
 @pytest.mark.parametrize("name", ["tensors", "flows", "kernels"])
@@ -48,7 +48,7 @@ def test_a_trace_and_its_copies_share_what_is_made() -> None:
     other = replace(trace, notices=())  # a copy has all frames
     assert other.tensors.equals(trace.tensors)
     assert maker.times == 1
-    again = trace.with_deferred("flows", DeferredFrame(lambda: trace.flows))
+    again = replace(trace, flows=DeferredFrame(lambda: trace.flows))
     assert again.tensors is trace.tensors
     assert again.flows is trace.flows
 
@@ -56,7 +56,7 @@ def test_a_trace_and_its_copies_share_what_is_made() -> None:
 def test_two_traces_that_wait_for_one_frame_make_it_once() -> None:
     whole, maker = odd_trace(1), Maker(odd_trace(1).tensors)
     frame = DeferredFrame(maker.make, 1, "b")
-    traces = [whole.with_deferred("tensors", frame) for _ in range(3)]
+    traces = [replace(whole, tensors=frame) for _ in range(3)]
     assert [trace.tensors.height for trace in traces] == [whole.tensors.height] * 3
     assert maker.times == 1
 
@@ -65,7 +65,7 @@ def test_a_frame_that_cannot_be_made_is_asked_for_again() -> None:
     def never() -> pl.DataFrame:
         raise OSError("the file is gone")
 
-    trace = odd_trace(1).with_deferred("tensors", DeferredFrame(never))
+    trace = replace(odd_trace(1), tensors=DeferredFrame(never))
     for _ in range(2):
         with pytest.raises(OSError, match="the file is gone"):
             _ = trace.tensors

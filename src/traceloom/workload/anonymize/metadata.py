@@ -225,7 +225,7 @@ _STATES = frozenset(("recorded", "graph", "early", "disturbed", "unrecorded"))
 _KINDS = frozenset(("steps", "early", "time", "block"))
 _SOURCES = frozenset(("optimizer", "profiler", "call", "backward", "none", "mark"))
 _DEVICES = frozenset(("cuda", "xpu", "cpu", "mps"))
-_ENDS = frozenset(("exit", "os._exit", "SIGTERM", "block", "running"))
+_ENDS = frozenset(("exit", "os._exit", "block", "running"))
 _VERSION_KEYS = ("python", "torch", "cuda", "hip", "xpu", "nccl")
 _SETTINGS = (
     "first_step",
@@ -255,7 +255,10 @@ _OVERHEAD = (
 _RATIOS = frozenset(("cpu", "wall"))
 _NOTICES = frozenset(
     (
-        "no-early-stacks",
+        "budget-reached",
+        "no-graph-step",
+        "no-memory-recorded",
+        "no-stacks",
         "disk-full",
         "capture-moved",
         "no-memory-snapshot",

@@ -301,7 +301,7 @@ def open_inputs(
             "there is no host trace: nothing says which ops ran with which arguments",
             slug="no-host-trace",
             where=loaded.name,
-            hint="record with `traceloom record`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
+            hint="record with `traceloom record --graph`, or with torch.profiler.ExecutionTraceObserver beside the profiler",
         )
     return loaded.name, entries, loaded.notices
 
@@ -349,7 +349,7 @@ def _open_graph(graph: Graph, path: str) -> list[PlanInput]:
             "the graph holds no ops of a host trace: nothing says which ops ran with which arguments",
             slug="no-host-trace",
             where=path,
-            hint="link device traces together with their host traces",
+            hint="record with `traceloom record --graph`, or link device traces together with their host traces",
         )
     return [
         PlanInput(

@@ -9,6 +9,7 @@ rank 0 over its store.
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import queue
@@ -175,7 +176,8 @@ def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -
         sys.stdin.read()
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Not one of `threading`: PyTorch's observer is only used where no other thread may compute.
+    _thread.start_new_thread(end_with_parent, ())
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     log = os.open(directory / f"{process}.log", os.O_WRONLY | os.O_CREAT, 0o600)
     for stream in (1, 2):  # ops and libraries may print

@@ -498,8 +498,8 @@ def record_passes(
     force: bool = False,
     wait_for_ranks: Callable[[], None] | None = None,
 ) -> None:
-    """Records some passes, each as a step, as `traceloom record` does: one of them as the graph
-    step.
+    """Records some passes, each as a step, as `traceloom record --graph` does: one of them as the
+    graph step.
 
     Args:
         runner: The plan to record.
@@ -516,6 +516,7 @@ def record_passes(
         steps=_RECORDED_PASSES,
         force=force,
         memory=True,
+        graph_step=True,
         quiet=True,
         replay_of=source_run,
     ):

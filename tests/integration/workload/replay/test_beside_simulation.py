@@ -52,6 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-m",
         "traceloom",
         "record",
+        "--graph",
         "--steps",
         "3..6",
         "-o",

@@ -40,7 +40,7 @@ def traceloom(*arguments: str | Path) -> str:
 
 def recorded(directory: Path, *program: str, steps: str = "3..5") -> Path:
     """A capture of a program."""
-    traceloom("record", "--steps", steps, "-o", directory, "--", *program)
+    traceloom("record", "--graph", "--steps", steps, "-o", directory, "--", *program)
     return directory
 
 

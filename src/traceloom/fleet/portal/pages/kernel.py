@@ -234,7 +234,7 @@ def build_kernel_content(view: KernelView) -> PageContent:
             {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})},
         ),
         shaped,
-        "No shapes were recorded: `traceloom record --shapes` does.",
+        "No shapes were recorded: `traceloom record` and `traceloom trace --shapes` do.",
     )
     changes = PageTable(
         "changes",
