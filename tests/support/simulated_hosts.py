@@ -145,7 +145,11 @@ class SimulatedHost:
 
         def act() -> None:
             while not self._ended.wait(_LOOK_S):
-                self.go_on(early=False)
+                try:
+                    self.go_on(early=False)
+                except ServiceError as error:  # noqa: PERF203
+                    if error.status not in {0, 503}:  # else it is being restarted
+                        raise
 
         self._acting = threading.Thread(target=act, name=self.name)
         self._acting.start()
