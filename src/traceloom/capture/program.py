@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -161,7 +162,9 @@ class _ToldAutograd(types.ModuleType):
 
     @property
     def backward(self) -> Any:
-        _backward_listener()
+        # Code that names it is about to call it; the compiler, for one, goes through all names.
+        if "backward" in sys._getframe(1).f_code.co_names:
+            _backward_listener()
         return self.__dict__["backward"]
 
     @backward.setter

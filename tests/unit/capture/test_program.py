@@ -198,6 +198,22 @@ def test_hooks_tell_what_happens_and_leave_nothing_behind(tracks: bool) -> None:
     assert len(nobody.told) == 3
 
 
+def values_of(module: Any) -> list[Any]:
+    return [getattr(module, name) for name in dir(module)]
+
+
+def test_who_only_goes_through_the_names_of_a_module_begins_no_backward_pass() -> None:
+    nobody = Nobody()
+    hooks = ProgramHooks(nobody, module_hooks=[], tracks_annotations=False)
+    try:
+        assert len(values_of(torch.autograd)) > 50
+        assert nobody.told == []
+        torch.autograd.backward(torch.ones(1, requires_grad=True).sum())
+        assert nobody.told == ["backward_begins"]
+    finally:
+        hooks.remove()
+
+
 def test_where_one_hook_cannot_be_installed_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = state()
 
