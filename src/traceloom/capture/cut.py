@@ -19,6 +19,7 @@ class TracePart:
         steps: Number and beginning of the steps in it.
         thread: The system's number of the thread that makes them.
         process: That of the process.
+        has_device: Whether there may be work of a device, which has to be joined to its launches.
     """
 
     start_ns: int = 0
@@ -26,6 +27,7 @@ class TracePart:
     steps: tuple[tuple[int, int], ...] = ()
     thread: int = 0
     process: int = 0
+    has_device: bool = True
 
 
 class SupportsWrite(Protocol):
@@ -56,7 +58,7 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
         How many operators it holds, and when the first one began (None without any).
     """
     with source.open("rb") as file:
-        launched = _find_launches(file, part) if part.start_ns else None
+        launched = _find_launches(file, part) if part.start_ns and part.has_device else set()
         file.seek(0)
         head, base, separator = True, 0, b""
         first: int | None = None
@@ -81,7 +83,7 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
                     number = _ARROW.search(text)
                 elif category in _DEVICE_WORK:
                     number = _CORRELATION.search(text)
-                if number is not None and launched is not None:
+                if number is not None:
                     if number[1] not in launched:
                         continue
                 elif not part.start_ns <= at_ns < part.end_ns:

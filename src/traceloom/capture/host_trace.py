@@ -74,12 +74,9 @@ class HostTrace:
         ]
         if any(name != "MainThread" for name in others):
             return f"other threads run, which may compute (`{others[-1]}`)"
-        observers = [
-            kind for kind in gc.get_objects() if issubclass(type(kind), ExecutionTraceObserver)
-        ]
-        if observers:
-            return "the program has an execution trace observer of its own"
         for value in gc.get_objects():
+            if issubclass(type(value), ExecutionTraceObserver):
+                return "the program has an execution trace observer of its own"
             if type(value) in {torch.Tensor, torch.nn.Parameter} and (
                 value.layout in _WITHOUT_STRIDES
                 or (value.is_nested and value.layout is torch.strided)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +43,6 @@ class CaptureOutput:
         self._stem: str | None = None
         self._window: dict[str, Any] | None = None
         self._graph: dict[str, Any] | None = None
-        self._graph_table: dict[str, Any] | None = None
         self._collectives: dict[str, Any] | None = None
         self._thread_cpu: dict[str, list[int]] | None = None
         self._census: dict[str, list[Any]] | None = None
@@ -58,7 +55,7 @@ class CaptureOutput:
         self._job: str | None = None
         self.history = AllocatorHistory()
         self.directory = Path(settings.directory)
-        self._places = writing.CaptureFolders(self.directory)
+        self._places = writing.CaptureFolders(self.directory, self.note)
         self._used_torch = False
         self._writer_process = 0
         self._pid = os.getpid()
@@ -221,6 +218,8 @@ class CaptureOutput:
         steps = max(0, window.end_step - window.first_step)
         expected = _BYTES_PER_EVENT * window.events
         window.session.end()
+        if not used_torch and self._is_bystander(steps):
+            return
         try:
             folder = self._places.for_torch(expected)
         except OSError as error:
@@ -232,10 +231,13 @@ class CaptureOutput:
                 notes.mkdir(parents=True, exist_ok=True)
                 folder = notes
         plain = folder / f"{os.getpid()}.raw.json"
-        if not self._export(plain, window.session.save):
-            return
-        if not used_torch and self._is_bystander(steps):
-            plain.unlink(missing_ok=True)
+        try:
+            window.session.save(plain)
+        except OSError as error:
+            for half in plain.parent.glob(f"{plain.name}*"):
+                half.unlink(missing_ok=True)
+            why = writing.describe_write_error(error, plain.parent)
+            self.note("disk-full", f"`{plain}` could not be written to its end: {why}")
             return
         part = TracePart(
             start_ns=window.start_ns if window.kind == "steps" else 0,
@@ -243,6 +245,7 @@ class CaptureOutput:
             steps=tuple(window.boundaries),
             thread=window.thread,
             process=self._pid,
+            has_device=window.session.uses_device,
         )
         try:
             target, operators, first_ns = self._write_part(plain, "kineto.json.gz", part)
@@ -289,31 +292,13 @@ class CaptureOutput:
         Raises:
             OSError: It could not be written anywhere.
         """
-        name = f"{self.stem()}.{suffix}"
-        folders = list(dict.fromkeys((self.directory, plain.parent)))
-        if plain.parent == self.directory / writing.NOTES:
-            folders = [self.directory]
-        for folder in folders:
-            target = folder / name
-            try:
-                with (
-                    writing.write_atomically(target) as temporary,
-                    gzip.open(temporary, "wb", compresslevel=writing.GZIP_LEVEL) as sink,
-                ):
-                    operators, first_ns = cut_trace(plain, sink, part)
-            except OSError as error:
-                if folder is folders[-1]:
-                    raise
-                why = writing.describe_write_error(error, folder)
-                continue
-            if folder != self.directory:
-                self.note(
-                    "capture-moved",
-                    f"`{self.directory}` takes no more data ({why}); what was recorded is in "
-                    f"`{folder}`",
-                )
-            return target, operators, first_ns
-        raise AssertionError("there is a folder")
+        within = plain.parent == self.directory / writing.NOTES
+        target, (operators, first_ns) = self._places.write_compressed(
+            f"{self.stem()}.{suffix}",
+            self.directory if within else plain.parent,
+            lambda sink: cut_trace(plain, sink, part),
+        )
+        return target, operators, first_ns
 
     def keep_host_trace(self, graph: HostTrace) -> None:
         """Notes the host trace of the graph step, which goes with the session's trace."""
@@ -378,22 +363,6 @@ class CaptureOutput:
                 (notes / f"{os.getpid()}.end").write_text(json.dumps(end), encoding="utf-8")
 
     # ---- parts
-
-    def _export(self, plain: Path, save: Callable[[Path], None]) -> bool:
-        """Let PyTorch write a file; False where it is cut.
-
-        What there is of it stays: readers keep whole events.
-        """
-        try:
-            save(plain)
-        except OSError as error:
-            for half in plain.parent.glob(f"{plain.name}*.tmp"):
-                half.replace(plain)
-            message = f"`{plain}` could not be written to its end: {writing.describe_write_error(error, plain.parent)}"
-            print_once("disk-full", message)
-            self._notices.append({"slug": "disk-full", "message": message})
-            return False
-        return True
 
     def _copy_sources(self, table: dict[str, Any], plain: Path) -> None:
         """Put the sources of compiled kernels beside the host trace, wherever that is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import types
 import weakref
@@ -197,7 +198,7 @@ class ProgramHooks:
         self._handles: list[Any] = list(module_hooks)
         self._own_ids: set[int] = {hook.id for hook in module_hooks}
         self._first_call: Any = None
-        self.fast: FastAnnotations | None = None
+        self.fast: FastAnnotations
         self.annotations: OpenAnnotations | None = None
         try:
             self._install(tracks_annotations=tracks_annotations)
@@ -297,6 +298,18 @@ def defines_modules() -> bool:
             if not kind.__module__.startswith("torch."):
                 return True
             todo.append(kind)
+    return False
+
+
+def is_compiling() -> bool:
+    """Whether some thread is inside PyTorch's compiler just now."""
+    compiler = tuple(f"torch{os.sep}{part}" for part in ("_dynamo", "_inductor"))
+    for frame in sys._current_frames().values():
+        at: Any = frame
+        while at is not None:
+            if any(part in at.f_code.co_filename for part in compiler):
+                return True
+            at = at.f_back
     return False
 
 

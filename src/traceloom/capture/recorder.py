@@ -53,7 +53,6 @@ class RecordedWindow:
     """What the session has recorded, and which part of it is kept."""
 
     session: Session
-    stacks: bool
     kind: str = "early"  # "early", "steps", "time" or "block"
     start_ns: int = 0
     end_ns: int = 0
@@ -144,7 +143,6 @@ class Recorder:
         self._stop_pending = False  # the window is over; the session is paused at a quiet moment
         self._start_pending = False  # it could not begin yet
         self._finished = False
-        self._is_fork = False
         self._half_done = False  # what is begun must be ended, or nothing can go on
         self._asked_main_s: float | None = None
         self._seen_events = 0
@@ -171,8 +169,7 @@ class Recorder:
             module_hooks=module_hooks,
             tracks_annotations=settings.memory or settings.graph_step,
         )
-        if self.hooks.fast is not None:
-            self.storage.kernel_files = self.hooks.fast.kernel_files
+        self.storage.kernel_files = self.hooks.fast.kernel_files
         self.exits = exits.Exits(self)
 
     def begin(self) -> None:
@@ -270,8 +267,8 @@ class Recorder:
             profiler, "enabled", True
         ):
             return
-        if self._is_fork:
-            return  # the session that the fork inherits ends itself
+        if self._finished:
+            return  # nothing is written any more, in a fork for one; the session ends itself
         self._profiler = weakref.ref(profiler)
         if self.plan.phase in {Phase.RECORDING, Phase.GRAPH}:
             print_once("yielded", "your own profiler starts: ours stops now")
@@ -405,15 +402,14 @@ class Recorder:
         compiling = self._compiles and number == 0 and settings.early
         self._start_pending = (
             program.is_profiler_active(self._profiler)
-            or (hooks is not None and hooks.fast is not None and len(hooks.fast.open) > 0)
+            or (hooks is not None and len(hooks.fast.open) > 0)
             or waits_for_device
             or compiling
             or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
         )
         if self._start_pending:
             return
-        in_main = threading.current_thread() is threading.main_thread()
-        records_memory = settings.memory and in_main and self._profiler is None
+        records_memory = settings.memory and exits.is_main_thread() and self._profiler is None
         if settings.memory and not records_memory:
             self.storage.note(
                 "no-memory-recorded",
@@ -429,7 +425,7 @@ class Recorder:
         self._half_done = True
         self.storage.look_around()
         session = Session(stacks=stacks, memory=records_memory)
-        window = RecordedWindow(session, stacks)
+        window = RecordedWindow(session)
         window.census = list_live_storages() if settings.memory else None
         self._collectives.start()
         if settings.names_modules:
@@ -496,7 +492,7 @@ class Recorder:
             self.storage.keep_host_trace(graph)
         if forks:
             # The recorder of stacks goes on while its session is only paused.
-            if window.session.uses_device or window.stacks:
+            if window.session.uses_device or window.session.stacks:
                 self._end_session()
             elif sys.platform == "linux":
                 self.storage.write_in_child(window, used_torch=self.used_torch)
@@ -560,9 +556,9 @@ class Recorder:
     def _close_annotations(self) -> None:
         window, hooks = self._window, self.hooks
         if window is not None and not window.session.all_threads and hooks is not None:
-            for kind in (hooks.annotations, hooks.fast):
-                if kind is not None:
-                    kind.close()
+            if hooks.annotations is not None:
+                hooks.annotations.close()
+            hooks.fast.close()
 
     def _start_graph(self) -> None:
         """Adds PyTorch's execution trace observer for one step, where that is known to be safe."""
@@ -629,7 +625,7 @@ class Recorder:
                 self.settings.early
                 and now - self._created > WITHOUT_CALLS_SECONDS
                 and not (program.defines_modules() or exits.is_loader_worker())
-                and not (self._compiles and is_compiling())
+                and not (self._compiles and program.is_compiling())
                 and not self.settings.memory
             ):
                 self._compiles = False
@@ -672,7 +668,7 @@ class Recorder:
 
     def forked(self) -> None:
         """This is a forked child, in which the parent's recording is over."""
-        self._finished = self._is_fork = True
+        self._finished = True
         self.lock = threading.RLock()
         self.plan.finish()
         self._stop_pending = self._start_pending = False
@@ -687,20 +683,6 @@ class Recorder:
     def has_session(self) -> bool:
         """Whether this process has had its session, and so gets no other one."""
         return self._window is not None
-
-
-def is_compiling() -> bool:
-    """Whether some thread is inside PyTorch's compiler just now."""
-    for frame in sys._current_frames().values():  # noqa: SLF001
-        at: Any = frame
-        while at is not None:
-            if (
-                f"torch{os.sep}_dynamo" in at.f_code.co_filename
-                or f"torch{os.sep}_inductor" in at.f_code.co_filename
-            ):
-                return True
-            at = at.f_back
-    return False
 
 
 def choose_budget(settings: Settings) -> int:

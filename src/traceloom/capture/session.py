@@ -137,11 +137,15 @@ def exclude_from_compile(function: _F) -> _F:
     return function
 
 
-def _find_symbol(kind: Any, name: str, library_name: str = "libtorch_cpu.so") -> Any:
+def _load_library(name: str = "libtorch_cpu.so") -> ctypes.CDLL:
+    """A library of PyTorch, which is loaded already."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+
+
+def _find_symbol(kind: Any, name: str, *library: str) -> Any:
     """A variable that a library of PyTorch exports, or None where it does not."""
-    library = Path(torch.__file__).parent / "lib" / library_name
     try:
-        return kind.in_dll(ctypes.CDLL(str(library)), name)
+        return kind.in_dll(_load_library(*library), name)
     except (OSError, ValueError):
         return None
 
@@ -181,7 +185,7 @@ def _begin_on_this_thread() -> None:
 
     The line is about its client, which serves nobody but Kineto's daemon.
     """
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library = _load_library()
     if "KINETO_USE_DAEMON" in os.environ or not all(
         hasattr(library, name) for name in (_KINETO, _REGISTER)
     ):
@@ -202,11 +206,17 @@ class Session:
 
     def __init__(self, *, stacks: bool, memory: bool) -> None:
         # An accelerator that is not in use stays so: a profiler would make a context on it.
-        accelerators = ((ProfilerActivity.CUDA, torch.cuda), (ProfilerActivity.XPU, torch.xpu))
-        idle = {activity for activity, backend in accelerators if not backend.is_initialized()}
-        activities = [activity for activity in supported_activities() if activity not in idle]
-        self.all_threads = not memory
-        self.uses_device = len(activities) > 1
+        accelerators = (
+            ("cuda", ProfilerActivity.CUDA, torch.cuda),
+            ("xpu", ProfilerActivity.XPU, torch.xpu),
+        )
+        used = [
+            name
+            for name, activity, backend in accelerators
+            if backend.is_initialized() and activity in supported_activities()
+        ]
+        self.all_threads, self.stacks = not memory, stacks
+        self.uses_device = bool(used)
         self.paused = self.ended = False
         self._told_of_job = False
         self._thread = 0
@@ -214,19 +224,8 @@ class Session:
             "trace_only": not stacks,
             "profile_all_threads": self.all_threads,
             # Which stream waits for which event of another one is in no other record.
-            "enable_cuda_sync_events": ProfilerActivity.CUDA in activities,
+            "enable_cuda_sync_events": "cuda" in used,
         }
-        device = next(
-            (
-                name
-                for name, activity in (
-                    ("cuda", ProfilerActivity.CUDA),
-                    ("xpu", ProfilerActivity.XPU),
-                )
-                if activity in activities
-            ),
-            None,
-        )
         self._metadata = {
             name: "1"
             for name, on in (
@@ -241,7 +240,7 @@ class Session:
         }
         self._profile: Any = torch.autograd.profiler.profile(
             use_cpu=True,
-            use_device=device,
+            use_device=used[0] if used else None,
             record_shapes=True,
             profile_memory=memory,
             with_stack=stacks,
@@ -311,11 +310,7 @@ class Session:
 
         Measured: 2,900 B; 5,200 with stacks, 3,700 with allocations; 600 while it is recorded.
         """
-        return (
-            _BYTES_PER_EVENT
-            + _FOR_STACKS * ("with_stack" in self._metadata)
-            + _FOR_MEMORY * (not self.all_threads)
-        )
+        return _BYTES_PER_EVENT + _FOR_STACKS * self.stacks + _FOR_MEMORY * (not self.all_threads)
 
     def count_events(self) -> int:
         """How many operators and annotations it holds, to 512 of each thread.

@@ -1,8 +1,7 @@
 """Files written next to the steps, whole or not at all; the lock of the directory.
 
-A trace is first exported as plain JSON between two steps, then compressed by a thread of low
-priority, then renamed. Where the directory is full or forbidden, the trace goes to the temporary
-directory, and the user is told.
+A file is made beside its place and renamed. Where the directory is full or forbidden, it goes to the
+temporary directory, and the user is told.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from traceloom.capture.settings import print_once
 from traceloom.errors import OutputError
@@ -28,6 +27,7 @@ from traceloom.errors import OutputError
 if sys.platform != "win32":
     import resource
 
+_T = TypeVar("_T")
 GZIP_LEVEL = 3
 _CHUNK_BYTES = 1 << 20
 _WRITER_SECONDS = 120.0
@@ -117,8 +117,9 @@ class CaptureFolders:
     full or forbidden.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, note: Callable[[str, str], None] = print_once) -> None:
         self.directory = directory
+        self._note = note
         self._refuge: Path | None = None
 
     def for_torch(self, expected_bytes: int) -> Path:
@@ -170,28 +171,55 @@ class CaptureFolders:
 
         Where that is impossible, it is compressed where it is, or stays as it is.
         """
-        why = ""
-        for folder in dict.fromkeys((self.directory, plain.parent)):
-            target = folder / (plain.name + ".gz")
+
+        def copy(sink: gzip.GzipFile) -> None:
+            with plain.open("rb") as source:
+                shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+
+        try:
+            target, _ = self.write_compressed(f"{plain.name}.gz", plain.parent, copy)
+        except OSError as error:
+            why = describe_write_error(error, self.directory)
+            print_once("not-compressed", f"`{plain}` stays uncompressed: {why}")
+            if plain.parent != self.directory:
+                self.say_moved(plain.parent, why)
+            return plain
+        plain.unlink()
+        return target
+
+    def write_compressed(
+        self, name: str, fallback: Path, write: Callable[[gzip.GzipFile], _T]
+    ) -> tuple[Path, _T]:
+        """Writes a compressed file into the capture directory, atomically, or else into another one.
+
+        Returns:
+            The file, and what `write` returned.
+
+        Raises:
+            OSError: It can be written into neither; the error is that of the capture directory.
+        """
+        problem: OSError | None = None
+        for folder in dict.fromkeys((self.directory, fallback)):
+            target = folder / name
             try:
                 with (
                     write_atomically(target) as temporary,
-                    plain.open("rb") as source,
                     gzip.open(temporary, "wb", compresslevel=GZIP_LEVEL) as sink,
                 ):
-                    shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+                    result = write(sink)
             except OSError as error:
-                why = why or describe_write_error(error, folder)
+                problem = problem or error
                 continue
-            plain.unlink()
-            break
-        else:
-            target = plain
-            print_once("not-compressed", f"`{plain}` stays uncompressed: {why}")
-        if target.parent != self.directory:
-            where = f"what was recorded is in `{target.parent}`"
-            print_once("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
-        return target
+            if problem is not None:
+                self.say_moved(folder, describe_write_error(problem, self.directory))
+            return target, result
+        assert problem is not None
+        raise problem
+
+    def say_moved(self, folder: Path, why: str) -> None:
+        """Says that the capture directory takes no more data, and where it goes."""
+        where = f"what was recorded is in `{folder}`"
+        self._note("capture-moved", f"`{self.directory}` takes no more data ({why}); {where}")
 
     def leave(self) -> None:
         """Remove the refuge where it was not needed in the end."""
