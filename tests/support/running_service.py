@@ -109,10 +109,18 @@ class RunningService:
         ] else text
 
     def browse(
-        self, path: str, cookie: str = "", form: Mapping[str, str] | None = None, **headers: str
+        self,
+        path: str,
+        cookie: str = "",
+        form: Mapping[str, str] | None = None,
+        *,
+        address: str = "127.0.0.1",
+        **headers: str,
     ) -> Seen:
-        """A request for a page as a browser sends it, with a form where there is one."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        """A request for a page as a browser sends it from an address, with a form where there is one."""
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.port, timeout=60, source_address=(address, 0)
+        )
         sent = {"Cookie": cookie, **({} if form is None else {"Origin": self.url}), **headers}
         method, body = ("GET", None) if form is None else ("POST", urlencode(form))
         connection.request(

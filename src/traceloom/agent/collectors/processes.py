@@ -95,6 +95,19 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     written_bytes: int | None = None
 
 
+def _read_cgroups(directory: str) -> dict[str, str]:
+    """Returns the path of a process in each hierarchy, by controller."""
+    lines = (
+        line.split(":", 2)
+        for line in read(f"{directory}/cgroup").decode(errors="replace").splitlines()
+    )
+    return {
+        controller: path.removesuffix(" (deleted)")
+        for _, controllers, path in lines
+        for controller in controllers.split(",")
+    }
+
+
 class _Stat(msgspec.Struct, frozen=True):
     """/proc/PID/stat."""
 
@@ -275,6 +288,10 @@ class Processes(HostCollector):
             io = {name: int(value) for name, value in pairs}
         except PermissionError:
             io = {}
+        if stat.resident_pages and (cgroups := _read_cgroups(directory)) != scan.facts.cgroups:
+            scan.facts = msgspec.structs.replace(
+                scan.facts, cgroup=select_main_cgroup(cgroups), cgroups=cgroups
+            )
         scan.facts = msgspec.structs.replace(
             scan.facts,
             state=stat.state,
@@ -333,15 +350,7 @@ class Processes(HostCollector):
         }
         if not self._matters(pid, frameworks, environment):
             return None
-        lines = (
-            line.split(":", 2)
-            for line in read(f"{directory}/cgroup").decode(errors="replace").splitlines()
-        )
-        cgroups = {
-            controller: path.removesuffix(" (deleted)")
-            for _, controllers, path in lines
-            for controller in controllers.split(",")
-        }
+        cgroups = _read_cgroups(directory)
         try:
             exe = str(Path(directory, "exe").readlink()).removesuffix(" (deleted)")
         except OSError:  # another user's

@@ -397,6 +397,17 @@ def test_cgroups_of_version_1(tree: HostTree) -> None:
     }
 
 
+def test_a_process_that_is_moved_while_it_waits_is_seen_in_its_new_group(tree: HostTree) -> None:
+    processes = Processes(tree.config())
+    for group in ("/user.slice", "/job_1"):
+        tree.process(77, environment=RANK, cgroup=f"0::{group}\n")
+        processes.collect()
+        assert _facts(processes).cgroup == group
+    tree.process(77, environment=RANK, cgroup="0::/\n", resident_pages=0)  # it has ended
+    processes.collect()
+    assert _facts(processes).cgroup == "/job_1"
+
+
 def test_troubles_of_a_container(tree: HostTree) -> None:
     processes = Processes(tree.config())
     processes.collect()
