@@ -24,7 +24,7 @@ from traceloom.fleet.rules import MAX_BYTES
 from traceloom.system import files, units
 from traceloom.system.files import read_small
 from traceloom.system.sanitize import sanitize
-from traceloom.trace.frames import Column
+from traceloom.trace.columns.declare import Column
 
 _NO_DEVICES = """\
 Nothing of that is there now.

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         outputs.write_json(document, sys.stdout.buffer)
     elif outputs.should_print_document(args):
         from traceloom.report.views import terminal
-        from traceloom.report.views.terminal import render_memory
+        from traceloom.report.views.terminal_memory import render_memory
 
         terminal.print_lines(partial(render_memory, document, options), sys.stdout)
     following = f"traceloom memory {shlex.join(args.inputs)} -o memory.html"

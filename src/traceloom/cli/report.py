@@ -151,8 +151,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Reads, analyzes and shows; returns the exit code."""
-    from traceloom.formats import Cache
-    from traceloom.formats.ahead import decode_ahead
     from traceloom.formats.inputs import list_files
     from traceloom.report.sections import CORE, FINDINGS
     from traceloom.trace.cache import DocumentCache
@@ -176,6 +174,10 @@ def run(args: argparse.Namespace) -> int:
         terminal.show_short(short, sys.stdout)
         _close(args, short)
         return 0
+    # A remembered report needs none of what reads traces.
+    from traceloom.formats import Cache
+    from traceloom.formats.ahead import decode_ahead
+
     document = document_cache.get(_DOCUMENT) if document_cache and not brief else None
     # Several inputs are read by one process each.
     sole_input = args.inputs if len(args.inputs) == 1 and not document else []

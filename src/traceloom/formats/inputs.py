@@ -16,12 +16,6 @@ from msgspec import Struct, field
 
 from traceloom.errors import InputError, unreadable
 from traceloom.formats import capture_document
-from traceloom.formats import kineto_metadata as md
-from traceloom.formats.kineto_document import Document
-from traceloom.formats.kineto_fields import parse_text_times
-from traceloom.formats.resync import DamageLog
-from traceloom.formats.text_stream import open_input as text_stream_open_input
-from traceloom.formats.text_stream import read_first_pieces
 from traceloom.system.files import (
     build_natural_key,
     open_input,
@@ -144,9 +138,18 @@ def read_head(source: InputFile) -> FileHead:
     Raises:
         InputError: It is not a trace.
     """
+    # What only lists files, as a remembered report does, loads no columns.
+    from traceloom.formats import kineto_metadata as md
+    from traceloom.formats import text_stream
+    from traceloom.formats.kineto_document import Document
+    from traceloom.formats.kineto_fields import parse_text_times
+    from traceloom.formats.resync import DamageLog
+
     damage = DamageLog()
-    with text_stream_open_input(source.path) as stream:
-        document = Document(partial(read_first_pieces, stream, damage), damage, str(source.path))
+    with text_stream.open_input(source.path) as stream:
+        document = Document(
+            partial(text_stream.read_first_pieces, stream, damage), damage, str(source.path)
+        )
         slices = document.slices()
         first = next(slices, None)
         slices.close()

@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
-
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.columns import find_column
-from traceloom.trace.frames import UNITS, to_rows
+from traceloom.trace.columns.declare import UNITS
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from traceloom.analyze.kernel_rules import KindRule
     from traceloom.report.documents.report import AbsentRow
 
@@ -200,6 +200,10 @@ class UnknownValues:
         """Returns the rows of a frame as they are at `path` of the document: times relative, each
         null column explained.
         """
+        import polars as pl
+
+        from traceloom.trace.frames import to_rows
+
         times = [name for name in frame.columns if name in _TIME_COLUMNS]
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
         for name in frame.columns:
@@ -250,6 +254,8 @@ class ListSchema:
 
     def schema(self) -> JsonSchema:
         """Returns its JSON Schema."""
+        import polars as pl
+
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
         nullable = {*self.unknown, *self.nullable, *(("rank",) if self.ranked else ())}
         properties = {
@@ -286,6 +292,8 @@ def allow_null(shape: JsonSchema, *, description: str = "") -> JsonSchema:
 
 def build_type_schema(kind: Any, *, nullable: bool = False) -> JsonSchema:
     """Returns the schema of one value of a Polars type."""
+    import polars as pl
+
     kind = kind() if isinstance(kind, type) else kind
     if isinstance(kind, (pl.List, pl.Array)):
         shape: JsonSchema = {"type": "array", "items": build_type_schema(kind.inner)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,26 @@ def marked(path: Path, word: str) -> None:
     document: dict[str, Any] = json.loads(path.read_bytes())
     document["answer"]["sentence"] = word
     path.write_text(json.dumps(document))
+
+
+def test_a_kept_report_loads_nothing_that_computes(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trace(tmp_path / "rank0.json", "mm")
+    settled(monkeypatch)
+    text = shown(capsys, path)
+    assert kept(cache)
+    program = (
+        "import sys; from traceloom.cli import main; main(); print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "report", str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == text
+    assert {"polars", "numpy"}.isdisjoint(done.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from support.sessions import Document, made, several_devices, with_memory
 from traceloom.report.sections import load_extra_sections
 from traceloom.trace.columns import COLUMNS, find_column
-from traceloom.trace.frames import UNITS, Column, declare_per_step, declare_times
+from traceloom.trace.columns.declare import UNITS, Column, declare_per_step, declare_times
 
 REFERENCE = Path(__file__).resolve().parents[3] / "docs" / "reference"
 SORTS = [several_devices, with_memory]

@@ -44,7 +44,7 @@ from htpy import (
 from traceloom.fleet.portal.page_request import PageUrl
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
-from traceloom.trace.frames import Column
+from traceloom.trace.columns.declare import Column
 
 Cell = str | int | float | bool | None
 PageRow = Mapping[str, Cell]

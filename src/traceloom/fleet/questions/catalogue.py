@@ -27,7 +27,7 @@ from traceloom.fleet.handlers.captures import FleetRoute
 from traceloom.fleet.questions import declaration
 from traceloom.fleet.questions.declaration import AnswerTable, Question
 from traceloom.fleet.store.schema import SCHEMAS
-from traceloom.trace.frames import Column
+from traceloom.trace.columns.declare import Column
 
 _CAPTURE_TABLES = ("captures", "devices", "jobs", "owners")  # tables that any filter may read
 _OF_KERNELS, _OF_USAGE = SCHEMAS["kernels"].columns, SCHEMAS["usage_hour"].columns

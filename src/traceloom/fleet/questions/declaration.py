@@ -22,7 +22,8 @@ from traceloom.fleet.store.tables import Tables
 from traceloom.server.problem import HttpResponseBody, make_bad_request
 from traceloom.server.routing import parse_time
 from traceloom.system.text import OPTIONAL_WORD, WORD_LIST
-from traceloom.trace.frames import Column, Result
+from traceloom.trace.columns.declare import Column
+from traceloom.trace.frames import Result
 
 HOUR_NS = 3_600_000_000_000
 DAY_NS = 24 * HOUR_NS

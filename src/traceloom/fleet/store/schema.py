@@ -16,7 +16,7 @@ import polars as pl
 from traceloom.analyze.idle import CAUSES
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.trace.columns import find_column
-from traceloom.trace.frames import Column
+from traceloom.trace.columns.declare import Column
 
 VERSION = 1
 """Version of all schemas together; a service refuses tables of another version."""

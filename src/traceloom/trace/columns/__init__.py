@@ -9,7 +9,7 @@ by the name (`copies.kinds.bytes_per_s`).
 from __future__ import annotations
 
 from traceloom.trace.columns import device, run, workload
-from traceloom.trace.frames import (
+from traceloom.trace.columns.declare import (
     NO_DEVICE,
     NO_GROUP,
     NO_MESSAGE,
@@ -18,8 +18,8 @@ from traceloom.trace.frames import (
     NO_STEP,
     declare_per_step,
 )
-from traceloom.trace.frames import UNITS as UNITS
-from traceloom.trace.frames import Column as Column
+from traceloom.trace.columns.declare import UNITS as UNITS
+from traceloom.trace.columns.declare import Column as Column
 
 IDENTITY: dict[str, Column] = {
     "rank": Column("count", "Rank", "rank of the process in the job", NO_RANK),

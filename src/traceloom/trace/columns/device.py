@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceloom.trace.frames import (
+from traceloom.trace.columns.declare import (
     NO_KIND,
     NO_RANK,
     NO_SIZE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from traceloom.trace.frames import Column
+from traceloom.trace.columns.declare import Column
 
 _UNMEASURED = "the workload holds no measured times"
 _RECORDED_DEVICE = "the device is the recorded one"

@@ -20,7 +20,7 @@ from traceloom.report.views.page import render_report_page as page
 from traceloom.report.views.terminal import render as terminal
 from traceloom.testing import TraceBuilder
 from traceloom.trace.columns import COLUMNS, find_column
-from traceloom.trace.frames import UNITS
+from traceloom.trace.columns.declare import UNITS
 from traceloom.trace.session import Session
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -35,7 +35,7 @@ from traceloom.report.comparison import render_terminal as render_diff
 from traceloom.report.graph import render as render_graph
 from traceloom.report.verdict import render as render_verdict
 from traceloom.report.views import terminal
-from traceloom.report.views.terminal import render_memory
+from traceloom.report.views.terminal_memory import render_memory
 from traceloom.report.workload import (
     build_node_document,
     convert_graph,
