@@ -51,9 +51,26 @@ SELDOM = re.compile(
 CHOSEN = 7  # a test with so few parameters is about these traces
 
 
+def list_left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return what `sampled(n)` leaves to `--thorough`: all but n cases of a test, taken in equal distances."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        count = min(marker.args[0], len(cases))
+        kept = {number * len(cases) // count for number in range(count)}
+        left_out |= {case for number, case in enumerate(cases) if number not in kept}
+    return left_out
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--thorough"):
         kept = {item for item in items if not item.get_closest_marker("thorough")}
+        kept -= list_left_out(item for item in items if item in kept)
         kept -= list_seldom(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]

@@ -14,7 +14,8 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_proof.py"
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("sums", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("sums", [False, True])
 def test_checks_run_on_a_cpu_and_the_parts_of_a_device_are_skipped_by_name(
     tmp_path: Path, sums: bool
 ) -> None:

@@ -571,6 +571,7 @@ class Recorder:
         self._graph = HostTrace(self.storage.host_trace_path(), self.log.number)
         self._graph.start()
         mark(self.log.number)  # the host trace has no other
+        self.log.begin(Instant.now())  # looking for dangers is no time of the step
 
     def give_up(self) -> None:
         """After a failure: pause the session, take every hook out, and never act again."""

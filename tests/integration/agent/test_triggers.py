@@ -215,6 +215,7 @@ share = 0.5
     assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
+@pytest.mark.thorough
 def test_by_the_clock_and_after_a_kill_for_want_of_memory(tmp_path: Path) -> None:
     job = f"starved-{os.getpid()}"
     rules = f"""

@@ -116,6 +116,7 @@ for _ in range(20): torch.ones(4).mul(2)
     assert operators(run, "aten::mul") == 0
 
 
+@pytest.mark.thorough
 def test_children_of_multiprocessing_are_recorded_if_they_are_the_job_and_not_beside_it(
     recorder: Any,
 ) -> None:

@@ -61,6 +61,7 @@ def test_each_checkpoint_has_a_mark_before_and_behind_it(recorder: Any) -> None:
     assert set(build_forest(trace).row[found.own].tolist()) == set(marks["event"].to_list())
 
 
+@pytest.mark.thorough
 def test_the_older_way_has_no_marks(recorder: Any) -> None:
     run = recorder.python(JOB.replace("{reentrant}", "True"))
     assert run.out.endswith("True\n")

@@ -222,6 +222,7 @@ def _skip_without(names: tuple[str, ...]) -> None:
 
 # Others of their kind are tried each time; these take longest.
 SELDOM = (
+    "Trainer of transformers with accumulation and checkpointing",
     "a loop as in nanoGPT",
     "LBFGS",
     "FSDP2 on two ranks",

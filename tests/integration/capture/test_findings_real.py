@@ -115,6 +115,7 @@ def test_a_fault_saves_what_steps_without_it_do(recorder: Any, fault: str, slug:
     assert fits, said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "fault", ["straggler", pytest.param("straggler-fsdp", marks=pytest.mark.thorough)]
 )
@@ -134,6 +135,7 @@ def test_a_rank_that_sleeps_makes_the_others_wait(recorder: Any, fault: str) -> 
     assert "rank 1 " in first.title, said
 
 
+@pytest.mark.thorough
 def test_reading_values_costs_nothing_without_a_device(recorder: Any) -> None:
     ranked = found(recorder, [sys.executable, JOB, "item"])
     assert not [finding for finding in ranked.time if finding.slug.startswith("blocking")]

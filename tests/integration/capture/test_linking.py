@@ -43,7 +43,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    "options", [("--stacks", "--memory"), pytest.param((), marks=pytest.mark.thorough)]
+    "options", [(), pytest.param(("--stacks", "--memory"), marks=pytest.mark.thorough)]
 )
 def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(
     recorder: Any, options: tuple[str, ...]

@@ -163,6 +163,7 @@ def test_the_model_without_a_leak_has_none(plain: Any) -> None:
     assert _cpu(_document(plain.directory))["growth"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mode", ["not reentrant", pytest.param("reentrant", marks=pytest.mark.thorough)]
 )
@@ -187,6 +188,7 @@ def test_checkpointed_code_is_named_as_in_eager(
     assert again
 
 
+@pytest.mark.thorough
 def test_compiled_code_is_said_to_have_lost_its_scopes(recorder: Any) -> None:
     run = recorder.python(MLP.format(mode="compile"), "--memory", train=False)
     assert run.code == 0
@@ -321,6 +323,7 @@ def _ops_by_scope(rows: list[dict[str, str]]) -> dict[str, set[str]]:
     return out
 
 
+@pytest.mark.thorough
 def test_wrappers_of_modules_leave_no_trace_in_names(wrapped: Any, tmp_path: Path) -> None:
     assert wrapped.code == 0
     assert wrapped.theirs == ""

@@ -182,6 +182,7 @@ def test_what_is_not_whole_of_a_new_capture_is_kept_beside_the_earlier_one(tmp_p
     }
 
 
+@pytest.mark.thorough
 def test_a_block_of_code_replaces_an_earlier_capture_only_when_it_is_whole(recorder: Any) -> None:
     folder = recorder.tmp_path / "block"
 
@@ -208,6 +209,7 @@ def test_a_block_of_code_replaces_an_earlier_capture_only_when_it_is_whole(recor
     assert capture["ranks"][0]["window"]["first_step"] == 2
 
 
+@pytest.mark.thorough
 def test_blocks_of_two_programs_do_not_write_into_one_directory_at_once(recorder: Any) -> None:
     text = "import sys, time, traceloom\nwith traceloom.record('run', force=True):\n    step()\n    {}\n"
     wait = "print('ready', flush=True); sys.stdin.read()"
@@ -267,6 +269,7 @@ def test_an_earlier_capture_is_not_replaced_unasked(tmp_path: Path) -> None:
     assert content(tmp_path) == {"run/capture.json": b"{}"}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may become somebody else"
 )

@@ -93,6 +93,7 @@ def test_each_rank_under_torchrun_writes_its_part_with_its_groups_and_collective
     assert sequences[0] == sequences[1], "the same call has the same sequence on both ranks"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_loader_workers_never_write_a_rank(recorder: Any, method: str) -> None:
     run = recorder.python(

@@ -66,7 +66,10 @@ def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder:
 
 @pytest.mark.parametrize(
     "options",
-    [("--stacks",), *(pytest.param(o, marks=pytest.mark.thorough) for o in ((), ("--memory",)))],
+    [
+        (),
+        *(pytest.param(o, marks=pytest.mark.thorough) for o in (("--stacks",), ("--memory",))),
+    ],
 )
 def test_the_users_own_profile_holds_no_event_of_ours(
     recorder: Any, options: tuple[str, ...]

@@ -206,6 +206,7 @@ def test_a_window_by_time_begins_and_ends_by_the_clock(recorder: Any) -> None:
     assert "aten::add" in run.names()
 
 
+@pytest.mark.thorough
 def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimizers_counts(
     recorder: Any,
 ) -> None:

@@ -183,6 +183,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         service.close()
 
 
+@pytest.mark.thorough
 def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     for host in fleet.ask("hosts")["hosts"]:
         ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0

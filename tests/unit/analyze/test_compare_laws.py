@@ -66,6 +66,7 @@ def busy(trace: Trace) -> dict[str, int]:
     return sums
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", WITH_WORK)
 def test_busy_parts_are_the_exclusive_time_of_the_devices_in_the_steps(seed: int) -> None:
     trace, found = odd_trace(seed), of_odd(seed, seed)

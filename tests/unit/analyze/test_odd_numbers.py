@@ -47,6 +47,7 @@ SERVED = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("form", SERVED)
 def test_steps_of_servers_with_odd_counts_are_none_or_do_not_say_them(
@@ -158,6 +159,7 @@ def test_a_group_of_no_ranks_has_no_bandwidth(kind: str, size: int) -> None:
     check_finite(found)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     "key", ["graph id", "graph node id", "grid", "block", "registers per thread", "shared memory"]
 )

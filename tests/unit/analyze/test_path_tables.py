@@ -51,6 +51,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.sampled(4)
 def test_the_pieces_tile_the_step_of_the_traces(name: str) -> None:
     found = path_of(name)
     found.check()

@@ -391,6 +391,7 @@ def moved(graph: Graph, later_ns: int) -> Graph:
     return replace(graph, nodes=graph.nodes.with_columns(pl.col("start_ns") + later_ns))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "text", [*EVERYTHING, "rank 0 delay remove", "loading workers 2", "syncs remove"]
 )
@@ -417,6 +418,7 @@ def renamed(graph: Graph, names: dict[int, int]) -> Graph:
     return replace(graph, nodes=graph.nodes.with_columns(rank))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "text", [*EVERYTHING, "rank 0 delay remove", "rank 1 kernels * 0.5", "rank 1 idle remove"]
 )

@@ -62,6 +62,7 @@ def test_lists_in_quotes_stay_lists(tmp_path):
     assert read_kineto(path).tensors["shapes"].to_list() == ["[[1,3]]", "[[2,3]]"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "broken",
     [
@@ -109,6 +110,7 @@ def test_snapshots_with_odd_entries(tmp_path, change):
     tried("snapshot", path, tmp_path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [65_535, 65_536, 200_000])
 @pytest.mark.parametrize("others", [0, 40])
 def test_names_of_64_kilobytes_in_chakra_files(tmp_path, length, others):

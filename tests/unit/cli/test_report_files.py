@@ -76,6 +76,7 @@ def files(
 Files = tuple[str, Path, dict[str, Any]]
 
 
+@pytest.mark.sampled(4)
 def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) -> None:
     choice, _, document = files
     check_report(document)

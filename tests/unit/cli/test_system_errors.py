@@ -159,6 +159,7 @@ def test_a_device_is_not_read(path, tmp_path, capsys, verb):
         assert "device" in refused(capsys, [verb, str(link), *more.get(verb, [])], "unreadable")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(not ENDLESS.exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize("kind", ["capture", "et", "directory", "host"])
 def test_a_device_beside_good_files_is_not_read(tmp_path, kind):

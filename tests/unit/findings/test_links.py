@@ -42,6 +42,7 @@ def test_without_a_group_to_compare_with_the_link_itself_is_the_measure(tmp_path
     assert all((other.alone_ns or 0) < 0.5 * (one.saving_ns or 0) for other in exposed)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "recipe",
     [

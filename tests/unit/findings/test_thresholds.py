@@ -342,6 +342,7 @@ def waiting(call: str, op: str | None, *, behind: float) -> HandStep:
     return step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("slug", WAITS)
 @pytest.mark.parametrize("behind", [1_000, 2_500])
 def test_a_call_that_waits_saves_what_the_host_could_have_done_meanwhile(
@@ -663,6 +664,7 @@ def as_made(name: str) -> Ranked:
     return in_order(*MADE[name]())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MADE)
 def test_findings_do_not_depend_on_when_it_was_on_which_stream_or_under_which_rank(
     name: str,

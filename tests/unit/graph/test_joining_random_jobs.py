@@ -149,6 +149,7 @@ def test_numbers_join_what_is_left_of_windows_that_were_cut_anywhere(seed: int) 
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_order_joins_a_window_that_was_cut_at_one_end_and_never_joins_wrongly(seed: int) -> None:
     job = TrueJob(seed, sizes=40)
@@ -178,6 +179,7 @@ def test_a_missing_operation_in_the_middle_is_said_and_joined_no_further(seed: i
     assert "collectives-mismatch" in {notice.slug for notice in graph.notices}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_may_be_given_in_any_order(seed: int) -> None:
     job = TrueJob(seed)

@@ -64,6 +64,7 @@ def joined(trace: Trace, host: HostTrace) -> dict[int, int]:
     return {event: int(host_op[event]) for event in np.flatnonzero(host_op >= 0).tolist()}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("seed", range(6))
 def test_every_op_is_its_event_whichever_way_they_are_joined(seed: int, keys: str) -> None:

@@ -78,6 +78,7 @@ def told(rows: list[Document]) -> dict[str, tuple[int, int]]:
     return {row["name"]: (row["count"], row["total_ns"]) for row in rows}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chosen", [(0, 0), (2, 2), (1, 3), (0, STEPS - 1), (3, 99), (-5, 0)])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kernels_and_operators_are_those_that_the_steps_launched(

@@ -71,6 +71,7 @@ def written(write: Any, *arguments: Any) -> bytes:
     return handle.getvalue()
 
 
+@pytest.mark.sampled(7)
 @every_sort
 def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort: Sort) -> None:
     document = json.loads(encode(made(sort)[1]))

@@ -27,6 +27,7 @@ def fails(error: Exception) -> Any:
     return fail
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", ["measure", "build"])
 @pytest.mark.parametrize(
     "error",

@@ -23,6 +23,7 @@ from traceloom.workload.simulate.machine_file import read_machine
 pytest.importorskip("torch")
 
 
+@pytest.mark.thorough
 def test_two_processes_measure_and_simulate_takes_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -268,6 +268,7 @@ def test_a_rank_that_dies_ends_all_with_its_name_and_its_last_lines(
     )
 
 
+@pytest.mark.thorough
 def test_a_collective_that_nobody_joins_ends_after_the_timeout() -> None:
     plans = {}
     for rank in range(2):
@@ -306,6 +307,7 @@ def test_a_replay_can_be_recorded_and_replayed_again(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_errors_of_a_rank_are_those_of_the_whole() -> None:
     with pytest.raises(UsageError, match="--import no_such_module"):
         replay(plan_of(2), RunOptions(imports=("no_such_module",)))

@@ -98,6 +98,7 @@ def test_the_pages_of_every_question_are_the_pieces_of_its_answer(
             assert value == (pytest.approx(expected) if isinstance(value, float) else expected), key
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("first", "middle", "last"), [(0, 5, 30), (7, 24, 40), (20, 25, 26), (1, 2, 47), (30, 48, 72)]
 )

@@ -18,7 +18,7 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.dask_cluster import running_cluster  # noqa: E402
-from support.fleet import KINDS, Kind, places, trace_bytes  # noqa: E402
+from support.fleet import Kind, places, trace_bytes  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.waiting import until  # noqa: E402
@@ -49,7 +49,7 @@ def announced(content: bytes = b"abc", name: str = "a.json", **more: Any) -> dic
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["alone", pytest.param("shared", marks=pytest.mark.thorough)])
 def test_a_capture_is_uploaded_analysed_and_reported(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

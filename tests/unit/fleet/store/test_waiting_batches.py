@@ -54,6 +54,7 @@ class Minutes:
         return self.begun
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 def test_minutes_are_in_one_batch_each_the_oldest_first(state: ServiceState, seed: int) -> None:
     order, model = random.Random(seed), Minutes()

@@ -59,6 +59,7 @@ def reads_as(column: Col, text: str, value: Any) -> bool:
     return figure(text).holds(float(value))
 
 
+@pytest.mark.sampled(5)
 @every_sort
 def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
     compared = rows = 0
@@ -142,6 +143,7 @@ def plain(value: Any) -> bool:
     return value is None or isinstance(value, (int, float, str, bool))
 
 
+@pytest.mark.sampled(10)
 @every_sort
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])
 def test_every_table_comes_back_from_its_file_as_it_is(sort: Sort, ending: str) -> None:

@@ -311,6 +311,7 @@ HEADER: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(3)
 @everywhere
 def test_no_secret_of_an_event_survives(run: Anonymise, tmp_path: Path, policy: Policy) -> None:
     events = EVENTS + [made for event in EVENTS for made in planted(event)]
@@ -476,6 +477,7 @@ FLAT: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(5)
 @everywhere
 @pytest.mark.parametrize("nodes", [NODES, [FLAT]], ids=["nested", "flat"])
 def test_no_secret_of_a_host_trace_survives(

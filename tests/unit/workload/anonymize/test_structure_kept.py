@@ -102,6 +102,7 @@ def assert_same_structure(before: Trace, after: Trace) -> None:
     assert (after.allocations["bytes"].sign()).equals(before.allocations["bytes"].sign())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @QUICK
 @given(builder=builders(most_events=16, generation="2024"))
@@ -115,6 +116,7 @@ def test_events_keep_their_places_times_and_joins(
     assert (after.rank, after.meta.world_size) == (before.rank, before.meta.world_size)
 
 
+@pytest.mark.thorough
 @QUICK
 @given(builder=builders(most_events=10, generation="2024"))
 def test_what_is_anonymised_twice_is_what_was_anonymised_once_by_another_name(
@@ -210,6 +212,7 @@ WORDS = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "policy",
     [*POLICIES.values(), Policy(structure="collapse"), Policy(shapes="drop", stacks="drop")],

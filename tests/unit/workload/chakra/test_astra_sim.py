@@ -580,6 +580,7 @@ def test_an_existing_directory_is_kept_unless_forced(tmp_path: Path) -> None:
     assert converted.write(tmp_path / "w", force=True)
 
 
+@pytest.mark.thorough
 def test_random_graphs_are_accepted_and_keep_their_order(tmp_path: Path) -> None:
     chance = np.random.default_rng(3)
     for trial in range(20):

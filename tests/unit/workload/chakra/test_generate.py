@@ -102,6 +102,7 @@ class TestCollectives:
         assert [len(f) for f in files] == [2] * 4
         assert generated.totals["comm_bytes"] == [0 if kind == "barrier" else 4096] * 4
 
+    @pytest.mark.sampled(15)
     @pytest.mark.parametrize(
         "ranks",
         [2, 5, 8, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (3, 4, 13))],

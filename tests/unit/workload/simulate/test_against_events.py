@@ -159,6 +159,7 @@ GROUPS: dict[int, dict[str, list[int]]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(9))
 def test_everything_happens_when_the_events_say(seed: int, tmp_path: Path) -> None:
     ranks = 2 + seed % 3

@@ -23,6 +23,7 @@ def simulated(home: Path, *ranks: Any, groups: Any = None, **more: Any) -> Any:
     return simulate(read, network, astra_sim.system(splits=1), **more)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("topology", ["Ring", "FullyConnected", "Switch"])
 @pytest.mark.parametrize(
     "implementation", ["ring", "direct", "halvingDoubling", "doubleBinaryTree"]

@@ -287,6 +287,7 @@ def test_fair_speeds_by_hand() -> None:
     assert speed.tolist() == pytest.approx([0.8, 1.0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) -> None:
     recipe = ParallelRecipe(

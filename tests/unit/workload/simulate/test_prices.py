@@ -384,6 +384,7 @@ def test_communication_without_bytes_takes_its_latencies_and_no_link(tmp_path: P
     assert answer.after_ns == 9 * 2 * LATENCY
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(
     seed: int, tmp_path: Path

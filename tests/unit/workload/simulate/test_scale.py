@@ -82,6 +82,7 @@ COPIED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", COPIED)
 def test_one_copy_without_variation_answers_as_all_of_them(name: str) -> None:
     ranks, options, count = COPIED[name]
