@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable
@@ -301,13 +302,20 @@ def defines_modules() -> bool:
     return False
 
 
-def is_compiling() -> bool:
-    """Whether some thread is inside PyTorch's compiler just now."""
-    compiler = tuple(f"torch{os.sep}{part}" for part in ("_dynamo", "_inductor"))
+def is_loading() -> bool:
+    """Whether some thread imports a library, or is inside PyTorch's compiler, just now."""
+    package = os.path.dirname(torch.__file__)  # noqa: PTH120  (code of a frame names a string)
+    compiler = tuple(f"{package}{os.sep}{part}{os.sep}" for part in ("_dynamo", "_inductor"))
+    libraries = (os.path.dirname(package), sysconfig.get_path("purelib"))  # noqa: PTH120
     for frame in sys._current_frames().values():
         at: Any = frame
         while at is not None:
-            if any(part in at.f_code.co_filename for part in compiler):
+            code = at.f_code
+            if code.co_filename.startswith(compiler) or (
+                code.co_name == "<module>"
+                and code.co_filename.startswith(libraries)
+                and at.f_globals.get("__name__") != "__main__"  # `python -m`
+            ):
                 return True
             at = at.f_back
     return False

@@ -626,7 +626,7 @@ class Recorder:
                 self.settings.early
                 and now - self._created > WITHOUT_CALLS_SECONDS
                 and not (program.defines_modules() or exits.is_loader_worker())
-                and not (self._compiles and program.is_compiling())
+                and not program.is_loading()
                 and not self.settings.memory
             ):
                 self._compiles = False

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
 import sys
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +242,17 @@ def test_an_error_in_a_backward_pass_holds_no_frame_of_ours() -> None:
         hooks.remove()
     files = [str(frame.path) for frame in raised.traceback]
     assert not [name for name in files if "traceloom" in name]
+
+
+def test_a_library_that_is_being_imported_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "library.py"
+    seen.write_text("from traceloom.capture.program import is_loading\nloading = is_loading()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not importlib.import_module("library").loading, "a module of the program may train"
+    monkeypatch.delitem(sys.modules, "library")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    assert importlib.import_module("library").loading
+    assert not runpy.run_path(str(seen), run_name="__main__")["loading"], "nor is it a library"
+    monkeypatch.delitem(sys.modules, "library")

@@ -185,8 +185,8 @@ def test_random_traces_come_out_with_the_same_times(builder: TraceBuilder, tmp_p
     assert after.events["duration_ns"].to_list() == before.events["duration_ns"].to_list()
     assert after.events["launch"].to_list() == before.events["launch"].to_list()
     assert after.events["parent"].to_list() == before.events["parent"].to_list()
-    # Of paths of equal length and events of the same span, which random traces have, the threads'
-    # numbers decide which one is told, and which one holds the other.
+    # Pseudonyms of threads are ordered otherwise than their numbers. Where random traces have events of
+    # several threads at one instant, that order decides which path is told, and where time is cut.
     changed = verdicts(outcome).get("changed", set())
     assert changed <= {"critical path", "graph edges", "graph nodes"}
     assert all(not entry["new_notices"] for entry in outcome.report["utility"])
