@@ -150,6 +150,7 @@ def test_by_steps_and_at_once_again_by_time(
     assert tracer_of(program.pid) == 0
 
 
+@pytest.mark.thorough
 def test_a_profile_of_the_programs_own_goes_first(program: UnpreparedProgram, place: Path) -> None:
     """PyTorch 2.13 ends the program with SIGSEGV where two profiles meet."""
     traced = Attached(place).run(

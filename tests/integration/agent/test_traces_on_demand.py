@@ -161,6 +161,7 @@ def _steps_in(path: Path) -> int:
     )
 
 
+@pytest.mark.thorough
 def test_the_doctor_says_that_traces_can_be_taken(host: Host) -> None:
     checks = {
         (check["area"], check["name"]): check["works"]

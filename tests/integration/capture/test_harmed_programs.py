@@ -29,7 +29,7 @@ NAMES = sorted(
     if path.suffix in {".py", ".sh"} and path.name != "n9_small_disk.sh"
 )
 
-OFTEN = ("F1_R", "F1_p", "F3", "c_", "n2", "n3", "n5", "n7", "n12", "n15")
+OFTEN = ("F1_R", "F3", "n2", "n5", "n15")
 CASES = [
     pytest.param(name, marks=[] if name.startswith(OFTEN) else pytest.mark.thorough)
     for name in NAMES
@@ -121,6 +121,7 @@ print(len(os.listdir("/proc/self/task")), file=sys.stderr)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [(), ("--graph",), ("--steps", "3..5"), ("--memory",)])
 def test_a_program_that_steps_has_the_threads_that_it_had(
     recorder: Any, options: tuple[str, ...]

@@ -349,6 +349,7 @@ def test_wrappers_of_modules_leave_no_trace_in_names(wrapped: Any, tmp_path: Pat
         }
 
 
+@pytest.mark.thorough
 def test_the_census_names_modules_as_without_their_wrappers(wrapped: Any) -> None:
     held = wrapped.rank()["live_storages_at_end"]
     names = [

@@ -179,11 +179,10 @@ CHANCES = [
 ]
 
 
-def test_programs_made_by_chance_do_the_same_recorded(
-    recorder: Any, quarantine: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.thorough
+def test_programs_made_by_chance_do_the_same_recorded(recorder: Any, quarantine: Path) -> None:
     script = str(HERE / "nestings.py")
-    for seed in range(1, 1001 if request.config.getoption("--thorough") else 2):
+    for seed in range(1, 1001):
         chance = random.Random(seed)
         options, report = chance.choice(CHANCES), recorder.tmp_path / f"report{seed}"
         checked = [f"LD_PRELOAD={quarantine}", f"QUARANTINE={report}"]

@@ -205,7 +205,8 @@ def test_who_analyses_and_who_writes_the_tables_are_replaced_when_they_are_kille
         assert service.end() == 0, service.log.read_text()
 
 
-@pytest.mark.parametrize("point", ["commit", pytest.param("analysing", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("point", ["commit", "analysing"])
 def test_another_service_takes_over_and_who_only_slept_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

@@ -150,6 +150,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(
     small_disk: Path, tmp_path: Path
 ) -> None:

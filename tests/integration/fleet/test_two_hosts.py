@@ -28,6 +28,7 @@ from traceloom.errors import TraceloomError
 from traceloom.server.client import AgentClient
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.torch,
     pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's"),
     needs_faketime,
@@ -183,7 +184,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         service.close()
 
 
-@pytest.mark.thorough
 def test_one_trace_of_both(fleet: Service, tmp_path: Path) -> None:
     for host in fleet.ask("hosts")["hosts"]:
         ahead_ns = 3_000_000_000 if host["host"] == "node2" else 0

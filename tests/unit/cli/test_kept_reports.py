@@ -80,6 +80,7 @@ def test_a_kept_report_loads_nothing_that_computes(
     assert {"polars", "numpy"}.isdisjoint(done.stderr.split())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -110,6 +111,7 @@ def test_the_second_report_is_the_first_one(
     assert "drawn from what was kept" in shown(capsys, "t.json", *options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", ["r.html", "r.md", "r.json", "kernels.csv", "r.perfetto.json", "tables/"]
 )

@@ -38,6 +38,7 @@ def tried(kind: str, source: Path, home: Path) -> None:
             shutil.rmtree(made) if made.is_dir() else made.unlink()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "dims", ['"0x10"', "16", '[["a"], {"x": [1]}]', "[[1e400, 99999999999999999999999, -5]]", "{}"]
 )

@@ -72,6 +72,7 @@ def test_a_slow_group_between_hosts_is_still_seen_by_its_peers(tmp_path: Path) -
     assert "ranks 0, 1 takes" in one.title
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "item"),
     [

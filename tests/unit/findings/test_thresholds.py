@@ -542,6 +542,7 @@ def meeting(*work_us: float, think_us: tuple[float, ...] = ()) -> list[HandStep]
     return steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("works", "words"),
     [

@@ -246,6 +246,7 @@ def views(session: Session) -> Iterator[tuple[str, str]]:
         yield f"terminal {width}", "\n".join(lines)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("what", SMALL)
 def test_the_smallest_recordings_have_every_view_and_nothing_is_made_up(what: str) -> None:
     session = Session((SMALL[what]().build(),), "small")

@@ -13,6 +13,7 @@ from traceloom.workload.replay.plan import ReplayPlan
 from traceloom.workload.replay.script import write_script
 
 
+@pytest.mark.thorough
 @pytest.mark.torch
 def test_collectives_of_a_script_run(tmp_path: Path) -> None:
     pytest.importorskip("torch")

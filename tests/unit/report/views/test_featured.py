@@ -98,6 +98,7 @@ def test_the_page_of_many_ranks_says_the_command_for_another(
     assert 'data-of-rank="3"' not in page
 
 
+@pytest.mark.thorough
 def test_twice_the_ranks_make_the_page_hardly_larger() -> None:
     def size(ranks: int) -> int:
         session = session_of(data=ranks, stacks=True)

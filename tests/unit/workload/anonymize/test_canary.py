@@ -324,6 +324,7 @@ def test_no_secret_of_an_event_survives(run: Anonymise, tmp_path: Path, policy: 
     )  # it is not empty that is safe
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("unmeasured")
 @two
 def test_no_secret_beside_the_events_survives(

@@ -132,6 +132,7 @@ def test_what_is_anonymised_twice_is_what_was_anonymised_once_by_another_name(
     )  # rounded once is rounded
 
 
+@pytest.mark.thorough
 @QUICK
 @given(builder=builders(most_events=10))
 def test_the_same_key_gives_the_same_bytes_and_another_key_other_names(
