@@ -354,6 +354,7 @@ def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: A
     )
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "name", [name for name in NAMES if "owlv2" not in name] or ["(no public traces here)"]
 )

@@ -68,6 +68,7 @@ def _verdicts(outcome: Anonymized) -> dict[str, str]:
     }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[] if USUAL.match(p.name) else THOROUGH) for p in TRACES],
@@ -83,6 +84,7 @@ def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Pa
     assert all(not one["unknown"] or one["name"] for one in outcome.report["dropped"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "path",
     [

@@ -97,6 +97,7 @@ SELDOM = (
 )
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -176,6 +177,7 @@ def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_doe
     assert whatif(graph, [fixed]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.001)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
     session = traceloom.load(clean_jobs()[name].run().write(tmp_path / "run"))

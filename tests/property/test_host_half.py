@@ -187,6 +187,7 @@ def check_loading_and_memory(trace: Trace) -> None:
     assert (joined["len"] <= 4000).all()
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.data
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name.removesuffix(".json.gz"))
 def test_sums_hold_on_every_public_trace(path: Path, shared_data: Path) -> None:

@@ -282,6 +282,7 @@ def test_shortening_a_node_moves_its_successors_unless_something_else_binds(
             assert after[point] == ready.nodes["start_ns"][point // 2]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.data
 @pytest.mark.skipif(not TRACES, reason="the public traces are not here")
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.name)

@@ -41,6 +41,7 @@ USUAL = re.compile(
 )
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "path",
     [

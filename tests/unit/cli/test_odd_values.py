@@ -84,6 +84,7 @@ def _all(rows: list[dict[str, Any]], key: str, value: Any) -> None:
         row[key] = value
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "change",
     [
@@ -127,6 +128,7 @@ def test_names_of_64_kilobytes_in_chakra_files(tmp_path, length, others):
     assert len(list((tmp_path / "again").glob("*.et"))) == 2
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("value", ["../../etc/passwd", 2**70])
 @pytest.mark.parametrize("key", ["computeMajor", "totalGlobalMem", "numSms", "name", "id"])
 def test_properties_of_a_device_of_other_types(tmp_path, key, value):

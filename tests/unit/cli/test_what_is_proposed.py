@@ -73,6 +73,7 @@ def proposed(said: str) -> list[str]:
     return words
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "arguments",
     [

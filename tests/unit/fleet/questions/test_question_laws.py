@@ -76,6 +76,7 @@ def time_of(tables: Tables, by: str, **wanted: Any) -> Counter[str]:
     return Counter({row["values"][0]: row["device_ms"] for row in rows if row["values"]})
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PAGED)
 def test_the_pages_of_every_question_are_the_pieces_of_its_answer(
     tables: Tables, name: str

@@ -124,6 +124,7 @@ def test_answer_account_and_steps_are_the_same_time(document: dict[str, Any]) ->
     )
 
 
+@pytest.mark.sampled(3)
 def test_causes_of_idle_time_add_up_to_the_idle_time_of_the_sentence(
     document: dict[str, Any],
 ) -> None:

@@ -76,6 +76,7 @@ def events_in(session: Session) -> Counter[tuple[Any, ...]]:
     return out
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.data
 @pytest.mark.parametrize("file", FILES)
 def test_the_payload_equals_the_trace(shared_data: Path, unpacked: Unpacked, file: str) -> None:

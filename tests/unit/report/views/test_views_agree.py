@@ -93,6 +93,7 @@ def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
     assert compared >= 0.9 * rows
 
 
+@pytest.mark.sampled(6)
 @every_sort
 def test_the_page_has_the_rows_and_numbers_of_the_document_as_they_are(sort: Sort) -> None:
     drawn = rows_of_page(sort)

@@ -37,6 +37,7 @@ def test_ranks_are_digits_of_places_and_copies() -> None:
     assert all(axis.rank(axis.position(rank), axis.copy(rank)) == rank for rank in range(16))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "ranks", "asked", "slug"),
     [
