@@ -147,7 +147,7 @@ class RateLimiter:
         hint: str = "`access.requests_per_second` of agent.toml",
     ) -> None:
         self.per_second, self.hint = per_second, hint
-        self.most = max(1.0, 2 * per_second)
+        self.burst = max(1.0, 2 * per_second)
         self.clock = clock
         # peer -> (tokens, time), least recently seen first.
         self.buckets: dict[str, tuple[float, float]] = {}
@@ -159,9 +159,10 @@ class RateLimiter:
             HttpError: `too-many-requests`: no token is left.
         """
         now = self.clock()
-        tokens, last_s = self.buckets.pop(name, (self.most, now))
-        tokens = min(self.most, tokens + (now - last_s) * self.per_second)
-        self.buckets[name] = (max(0.0, tokens - 1), now)
+        tokens, last_s = self.buckets.pop(name, (self.burst, now))
+        tokens = min(self.burst, tokens + (now - last_s) * self.per_second)
+        # A refused request takes nothing: who comes again as told is let in.
+        self.buckets[name] = (tokens - 1 if tokens >= 1 else tokens, now)
         if len(self.buckets) > _MAX_CALLERS:
             del self.buckets[next(iter(self.buckets))]
         if tokens < 1:
@@ -181,8 +182,8 @@ class ConnectionLimiter:
     """
 
     def __init__(self, access: Access) -> None:
-        self.most = access.connections
-        self.of: Counter[str] = Counter()
+        self.max_connections = access.connections
+        self.open_by_peer: Counter[str] = Counter()
 
     def enter(self, peer: Caller) -> None:
         """Count a new connection.
@@ -191,7 +192,8 @@ class ConnectionLimiter:
             HttpError: `too-many-connections`.
         """
         if not peer.unlimited and (
-            self.of.total() >= self.most or self.of[peer.name] >= max(1, self.most // 2)
+            self.open_by_peer.total() >= self.max_connections
+            or self.open_by_peer[peer.name] >= max(1, self.max_connections // 2)
         ):
             raise HttpError(
                 503,
@@ -200,13 +202,13 @@ class ConnectionLimiter:
                 retry_s=1,
                 hint="`access.connections` of agent.toml; one user may have half of them",
             )
-        self.of[peer.name] += not peer.unlimited
+        self.open_by_peer[peer.name] += not peer.unlimited
 
     def leave(self, peer: Caller) -> None:
         """Count the end of a connection."""
-        self.of[peer.name] -= not peer.unlimited
-        if not self.of[peer.name]:
-            del self.of[peer.name]
+        self.open_by_peer[peer.name] -= not peer.unlimited
+        if not self.open_by_peer[peer.name]:
+            del self.open_by_peer[peer.name]
 
 
 async def read_limited_body(

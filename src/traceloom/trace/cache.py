@@ -286,7 +286,8 @@ class DocumentCache:
                 open_regular(self._folder / name) as file,
             ):
                 document = json.loads(file.read())
-                os.utime(self._folder)
+                with contextlib.suppress(OSError):  # a cache that may only be read
+                    os.utime(self._folder)
                 return document if isinstance(document, dict) else None
         return None
 

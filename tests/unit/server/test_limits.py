@@ -57,6 +57,17 @@ def test_a_slow_rate_says_how_long_to_wait() -> None:
     assert raised.value.retry_s == 10
 
 
+def test_who_comes_again_when_told_is_let_in() -> None:
+    clock = Seconds()
+    rates = RateLimiter(0.4, clock)
+    rates.take("anna")
+    clock.now = 1.0
+    with pytest.raises(HttpError) as raised:
+        rates.take("anna")
+    clock.now += raised.value.retry_s
+    rates.take("anna")
+
+
 def test_many_peers_cost_no_memory() -> None:
     clock = Seconds()
     rates = RateLimiter(1, clock)
@@ -81,7 +92,7 @@ def test_a_peer_has_half_of_the_connections_and_root_is_not_counted() -> None:
     connections.leave(ANNA)
     connections.enter(Caller(name="cleo", uid=3, sees="own"))
     connections.leave(ANNA)
-    assert set(connections.of) == {"bert", "cleo"}
+    assert set(connections.open_by_peer) == {"bert", "cleo"}
 
 
 async def _chunks(*parts: bytes) -> AsyncIterator[bytes]:

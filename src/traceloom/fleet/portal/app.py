@@ -110,7 +110,7 @@ class SessionAuthentication:
     def __init__(self, state: ServiceState, proxy: ProxyUsers | None) -> None:
         self.state, self.proxy = state, proxy
         self.tries = RateLimiter(_TRIES_PER_S, hint=_RETRY_HINT)
-        self.tries.most = 20.0
+        self.tries.burst = 20.0
 
     async def reader(self, request: Request) -> TokenRecord | None:
         """Returns the reader's token; None if nobody is signed in, or the session has ended."""
