@@ -51,16 +51,20 @@ SELDOM = re.compile(
 CHOSEN = 7  # a test with so few parameters is about these traces
 
 
-def list_left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return what `sampled(n)` leaves to `--thorough`: all but n cases of a test, taken in equal distances."""
+def group_cases(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """Return the cases of each test."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled"):
-            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return tests.values()
+
+
+def list_left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return what `sampled(n)` leaves to `--thorough`: all but n cases of a test, taken in equal distances."""
     left_out: set[pytest.Item] = set()
-    for cases in tests.values():
-        marker = cases[0].get_closest_marker("sampled")
-        assert marker is not None
+    for cases in group_cases(items):
+        if (marker := cases[0].get_closest_marker("sampled")) is None:
+            continue
         count = min(marker.args[0], len(cases))
         kept = {number * len(cases) // count for number in range(count)}
         left_out |= {case for number, case in enumerate(cases) if number not in kept}
@@ -81,12 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def list_seldom(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the seldom traces of tests that run with many; a test of chosen traces runs with all of them."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return {
         item
-        for parameters in tests.values()
+        for parameters in group_cases(items)
         if len(parameters) > CHOSEN
         for item in parameters
         if SELDOM.search(item.name.partition("[")[2])

@@ -15,6 +15,7 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -304,9 +305,9 @@ def defines_modules() -> bool:
 
 def is_loading() -> bool:
     """Whether some thread imports a library, or is inside PyTorch's compiler, just now."""
-    package = os.path.dirname(torch.__file__)  # noqa: PTH120  (code of a frame names a string)
+    package = Path(torch.__file__).parent
     compiler = tuple(f"{package}{os.sep}{part}{os.sep}" for part in ("_dynamo", "_inductor"))
-    libraries = (os.path.dirname(package), sysconfig.get_path("purelib"))  # noqa: PTH120
+    libraries = (str(package.parent), sysconfig.get_path("purelib"))
     for frame in sys._current_frames().values():
         at: Any = frame
         while at is not None:

@@ -288,12 +288,13 @@ class Processes(HostCollector):
             io = {name: int(value) for name, value in pairs}
         except PermissionError:
             io = {}
-        if stat.resident_pages and (cgroups := _read_cgroups(directory)) != scan.facts.cgroups:
-            scan.facts = msgspec.structs.replace(
-                scan.facts, cgroup=select_main_cgroup(cgroups), cgroups=cgroups
-            )
+        cgroups = scan.facts.cgroups
+        if stat.resident_pages or not cgroups:  # one that has ended is in none any more
+            cgroups = _read_cgroups(directory)
         scan.facts = msgspec.structs.replace(
             scan.facts,
+            cgroup=select_main_cgroup(cgroups),
+            cgroups=cgroups,
             state=stat.state,
             parent_pid=stat.parent_pid,
             cpu_user_s=stat.user_ticks / TICKS_PER_S,
@@ -350,7 +351,6 @@ class Processes(HostCollector):
         }
         if not self._matters(pid, frameworks, environment):
             return None
-        cgroups = _read_cgroups(directory)
         try:
             exe = str(Path(directory, "exe").readlink()).removesuffix(" (deleted)")
         except OSError:  # another user's
@@ -366,8 +366,6 @@ class Processes(HostCollector):
             name=stat.name,
             command=tuple(filter(None, contents["cmdline"].decode(errors="replace").split("\0"))),
             environment=environment,
-            cgroup=select_main_cgroup(cgroups),
-            cgroups=cgroups,
             exe=exe,
             frameworks=frameworks,
             unreadable="; ".join(unreadable),

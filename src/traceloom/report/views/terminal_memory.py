@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from traceloom.report import memory as tables
-from traceloom.report.document import (
-    ReportOptions,
-)
+from traceloom.report.document import ReportOptions
 from traceloom.report.labels import fit_name, format_rank
-from traceloom.report.memory import explain_unknown_growth
 from traceloom.report.memory_sources import MemoryOptions
 from traceloom.report.views.terminal import render_declared_table
 from traceloom.report.views.terminal_findings import render_notice_lines
@@ -128,7 +125,7 @@ def _render_memory_report(
     untold = [
         reason
         for entry in document["ranks"]
-        if (reason := explain_unknown_growth(entry)) is not None
+        if (reason := tables.explain_unknown_growth(entry)) is not None
     ]
     if untold:  # unknown growth does not mean that nothing grows
         yield Text("")
