@@ -202,12 +202,14 @@ class CollectiveLog:
         self._begin_ns = 0
 
     def start(self) -> None:
-        """Begin to note calls; does nothing where there is no job."""
+        """Begin to note calls, also those of a job that is only joined later."""
         self._begin_ns = time.time_ns()
         self._calls.clear()
-        if get_distributed() is None or self._originals:
+        self._class = getattr(
+            sys.modules.get("torch._C._distributed_c10d"), "ProcessGroup", self._class
+        )
+        if self._class is None or self._originals:
             return
-        self._class = sys.modules["torch._C._distributed_c10d"].ProcessGroup
         for name in KINDS:
             original = self._class.__dict__.get(name)
             if original is not None:
@@ -224,7 +226,7 @@ class CollectiveLog:
         for name, original in self._originals.items():
             setattr(self._class, name, original)
         self._originals.clear()
-        if get_distributed() is None:
+        if self._class is None:
             return None
         rows = self._merge(_read_flight_recorder(self._begin_ns, end_ns))
         self._calls.clear()
@@ -257,9 +259,9 @@ class CollectiveLog:
                 calls.append(
                     (
                         name,
-                        group,
+                        _get_group_name(group),
                         _compute_sizes(name, args),
-                        _find_peer(name, args),
+                        _get_global_rank(group, _find_peer(name, args)),
                         (start, end, thread(), sequence),
                     )
                 )
@@ -272,22 +274,20 @@ class CollectiveLog:
         """Join both sources: a recorded call belongs to the wrapper's call of that group during
         which it was made.
         """
-        names = sys.modules["torch.distributed.distributed_c10d"]._world.pg_names
         rows = list(recorded)
         by_group: dict[str, list[dict[str, Any]]] = {}
         for row in recorded:
             by_group.setdefault(row["group"], []).append(row)
         position = dict.fromkeys(by_group, 0)
-        for name, group, (kind_type, bytes_in, bytes_out), peer, where in self._calls:
+        for name, group_name, (kind_type, bytes_in, bytes_out), peer, where in self._calls:
             start, end, thread, sequence = where
-            group_name = str(names.get(group, getattr(group, "group_name", "")))
             candidates = by_group.get(group_name, [])
             at = position.get(group_name, 0)
             while at < len(candidates) and candidates[at]["start_ns"] < start:
                 at += 1
             matched = False
             while at < len(candidates) and candidates[at]["start_ns"] <= end:
-                candidates[at].update(thread=thread, peer=_get_global_rank(group, peer))
+                candidates[at].update(thread=thread, peer=peer)
                 matched = True
                 at += 1
             position[group_name] = at
@@ -300,7 +300,7 @@ class CollectiveLog:
                         "type": kind_type,
                         "bytes_in": bytes_in,
                         "bytes_out": bytes_out,
-                        "peer": _get_global_rank(group, peer),
+                        "peer": peer,
                         "start_ns": start,
                         "thread": thread,
                     }
@@ -341,6 +341,11 @@ def _find_peer(name: str, args: tuple[Any, ...]) -> int | None:
         if isinstance(root, int):
             return root
     return None
+
+
+def _get_group_name(group: Any) -> str:
+    names = sys.modules["torch.distributed.distributed_c10d"]._world.pg_names
+    return str(names.get(group) or getattr(group, "group_name", ""))
 
 
 def _get_global_rank(group: Any, rank: int | None) -> int | None:

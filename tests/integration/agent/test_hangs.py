@@ -192,7 +192,7 @@ def test_a_rank_that_is_stopped_or_killed_is_named_and_a_job_that_is_stopped_is_
         for process in job.processes:
             process.send_signal(signal.SIGSTOP)
         waited(client, name, 4)
-        job.tell("step 0")
+        job.tell("work 0")  # what it does between its steps says nothing of the other
         job.processes[0].send_signal(signal.SIGCONT)
         hang = next_hang(client, name)
         assert hang["ranks"] == [1]

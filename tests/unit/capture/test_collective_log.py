@@ -169,6 +169,23 @@ def test_without_a_job_there_is_no_table() -> None:
     assert describe_groups() == []
 
 
+def test_a_job_that_begins_and_ends_meanwhile_is_in_the_table() -> None:
+    if get_distributed() is not None:
+        pytest.skip("another test's job is still there")
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    log = CollectiveLog()
+    log.start()
+    torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+    (group,) = describe_groups()
+    torch.distributed.broadcast(torch.zeros(7), src=1)
+    torch.distributed.destroy_process_group()
+    table = log.stop()
+    assert table is not None
+    assert [(row["group"], row["kind"], row["peer"], row["bytes_in"]) for row in rows(table)] == [
+        (group["name"], "broadcast", 1, 28)
+    ]
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     made=st.lists(

@@ -165,13 +165,13 @@ class HangService:
 
     def look(self) -> None:
         """Check all jobs; called about once a second."""
-        if not self.config.hangs.watch or not self.board.processes:
+        sheet = self.board.results.get("processes")
+        if not self.config.hangs.watch or sheet is None:
             return
         for key in [key for key in self._resumed if key in self.board.processes]:
             self.steps.resume(key, self._resumed.pop(key))
-        sheet = self.board.results.get("processes")
         disk: dict[str, float] = {}
-        for (metric, labels), value in (sheet.values if sheet else {}).items():
+        for (metric, labels), value in sheet.values.items():
             if metric == "process_disk_bytes_total":
                 disk[labels[0]] = disk.get(labels[0], 0.0) + value
         now, now_ns = time.monotonic(), time.time_ns()
@@ -299,16 +299,18 @@ class HangService:
         return self.records[index]
 
     async def _works(self, hang: Hang) -> bool:
-        """Whether a rank that does not wait works: it uses or wants a CPU, and its call chain
-        changes between samples.
+        """Whether a rank that neither steps nor waits works: it uses or wants a CPU, and its call
+        chain changes between samples.
 
-        A loop that spins in one function counts as hanging, whichever of its lines it is at.
+        A loop that spins in one function counts as hanging, whichever of its lines it is at. A rank
+        that goes on stepping shows nothing about those that do not.
         """
         processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
         mains = find_rank_pids(processes)
         members = {member.pid for member in hang.processes}
         ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MAX_EXAMINED]
         used = {process.pid: _measure_processor_s(process) for process in ranks}
+        paces = {process.pid: self.steps.pace(process.key) for process in ranks}
         begun = time.monotonic()
         chains: dict[int, set[tuple[object, ...]]] = {process.pid: set() for process in ranks}
         waiting: set[int] = set()
@@ -329,6 +331,7 @@ class HangService:
         return any(
             len(chains[process.pid]) > 1
             and process.pid not in waiting
+            and self.steps.pace(process.key) == paces[process.pid]  # no new step
             and _measure_processor_s(process) - used[process.pid] >= _BUSY_SHARE * elapsed
             for process in ranks
         )
