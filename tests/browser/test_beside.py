@@ -12,6 +12,7 @@ pytestmark = pytest.mark.browser
 Open = Callable[..., Any]
 
 
+@pytest.mark.thorough
 def test_a_sampled_call_stands_below_the_kernel_that_ran_meanwhile(open_page: Open) -> None:
     tab = open_page("beside")
     lanes = tab.timeline("t.events.lanes.map((lane) => lane.name)")

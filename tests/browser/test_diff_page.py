@@ -46,6 +46,7 @@ def tab(open_uri: Callable[..., Any], uri: str, request: pytest.FixtureRequest) 
     return open_uri(uri, viewport={"width": request.param, "height": 900})
 
 
+@pytest.mark.sampled(1)
 def test_it_opens_and_never_scrolls_sideways(tab: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.locator("h1").inner_text().startswith("The conditions differ")
@@ -55,6 +56,7 @@ def test_it_opens_and_never_scrolls_sideways(tab: Any) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 def test_tables_sort_filter_and_unfold(tab: Any) -> None:
     header = tab.locator("#diff-kernels th[data-key=difference_ns] button")
     header.click()
@@ -74,6 +76,7 @@ def test_both_steps_are_bars_of_one_scale(tab: Any) -> None:
     assert widths[1] == pytest.approx(1000, abs=1)  # the steps are equally long
 
 
+@pytest.mark.sampled(1)
 def test_bars_run_from_the_middle_and_say_which_way(tab: Any) -> None:
     bars = tab.locator("#diff-parts td.delta svg")
     labels = bars.evaluate_all(
@@ -87,6 +90,7 @@ def test_bars_run_from_the_middle_and_say_which_way(tab: Any) -> None:
     assert all((left < 0) == (label == "faster") for left, label in zip(lefts, labels, strict=True))
 
 
+@pytest.mark.sampled(1)
 def test_the_call_tree_is_read_with_the_keyboard(tab: Any) -> None:
     boxes = tab.locator("#diff-tree-section [role=treeitem]")
     assert boxes.first.get_attribute("class") == "slower"

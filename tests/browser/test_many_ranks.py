@@ -46,6 +46,7 @@ def timeline(page: Any, expression: str) -> Any:
     )
 
 
+@pytest.mark.thorough
 def test_the_timeline_holds_few_ranks_and_one_step(page: Any) -> None:
     ranks = timeline(page, "t.events.ranks.map((rank) => rank.rank)")
     assert 7 in ranks

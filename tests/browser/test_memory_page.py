@@ -85,6 +85,7 @@ def click_at(tab: Any, share: float) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 def test_it_opens_at_the_peak_and_never_scrolls_sideways(tab: Any) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert says(tab).startswith("700 kB at ")
@@ -105,6 +106,7 @@ def test_clicking_the_curve_changes_who_holds_what(tab: Any) -> None:
     assert boxes.evaluate_all(BOXES) == before
 
 
+@pytest.mark.sampled(1)
 def test_at_every_instant_boxes_layers_and_total_are_equal(tab: Any) -> None:
     instants = tab.evaluate(f"{OWNERS}.times.length")
     assert instants > 12
@@ -143,6 +145,7 @@ def test_the_keyboard_moves_through_time_and_into_boxes(tab: Any) -> None:
     assert " on the host" not in said
 
 
+@pytest.mark.sampled(1)
 def test_a_zoom_stays_while_the_instant_changes(tab: Any) -> None:
     tab.locator(".owners").first.locator("[role=treeitem]", has_text="net").first.click()
     assert tab.evaluate(f"{OWNERS}.icicle.top.key") == "net"
@@ -150,6 +153,7 @@ def test_a_zoom_stays_while_the_instant_changes(tab: Any) -> None:
     assert tab.evaluate(f"{OWNERS}.icicle.top.key") == "net"
 
 
+@pytest.mark.sampled(1)
 def test_hostile_names_are_text(tab: Any) -> None:
     assert tab.locator("main img").count() == 0
     tab.locator(".owners").first.locator("[role=treeitem]").last.focus()
@@ -160,6 +164,7 @@ def test_hostile_names_are_text(tab: Any) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 def test_every_layer_has_its_entry_in_the_legend(tab: Any) -> None:
     for by in ("kinds", "scopes"):
         tab.locator(f"[data-layers={by}]").first.click()

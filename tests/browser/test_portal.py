@@ -239,6 +239,7 @@ def test_axe_has_nothing_against_a_page_of_each_sort(browser: Any, fleet: Fleet)
     admin.close()
 
 
+@pytest.mark.thorough
 def test_a_page_lives_through_a_restart_of_the_service(browser: Any, fleet: Fleet) -> None:
     admin = Guest(browser, fleet)
     admin.go("/hosts")

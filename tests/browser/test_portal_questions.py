@@ -130,6 +130,7 @@ def test_every_level_of_device_time_has_the_sums_of_the_api(served: Served) -> N
     page.wait_for_function("() => !document.querySelector('.trail')")
 
 
+@pytest.mark.thorough
 def test_rules_show_what_they_move_before_they_are_saved_and_change_the_past_then(
     served: Served,
 ) -> None:
@@ -190,6 +191,7 @@ def test_axe_has_nothing_against_any_page(served: Served, scheme: str) -> None:
     del served.problems[before:]
 
 
+@pytest.mark.thorough
 def test_hostile_names_are_text_and_every_page_is_small_and_quiet(served: Served) -> None:
     rule = f'[[rule]]\nmatch = {{model = "vision"}}\nset = {{division = {json.dumps(EVIL)}}}\n'
     served.client.post("owners", {"text": rule})

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.browser
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (800, "dark")])
 def test_the_page_of_a_replay(
     open_uri: Callable[..., Any], tmp_path: Path, width: int, scheme: str

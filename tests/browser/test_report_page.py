@@ -31,6 +31,7 @@ def colours(tab: Any) -> int:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["plain", "hostile"])
 def test_it_opens_without_a_request_or_a_complaint(open_page: Open, name: str) -> None:
     tab = open_page(name)
@@ -39,6 +40,7 @@ def test_it_opens_without_a_request_or_a_complaint(open_page: Open, name: str) -
     ] == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [1440, 800, 480])
 def test_nothing_makes_the_page_scroll_sideways(open_page: Open, width: int) -> None:
     tab = open_page(viewport={"width": width, "height": 900})
@@ -423,6 +425,7 @@ def test_levels_of_detail_keep_all_the_time(open_page: Open) -> None:
     assert equal[3:] == [True, True]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_and_can_be_changed(open_page: Open, scheme: str) -> None:
     tab = open_page(color_scheme=scheme)
@@ -502,6 +505,7 @@ def test_the_module_tree_zooms_by_keyboard(open_page: Open) -> None:
     assert boxes.count() == 11
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("view", ["overview", "timeline", "gpu", "host", "memory", "ranks", "data"])
 def test_everything_that_acts_can_be_reached_and_has_a_name(open_page: Open, view: str) -> None:
     tab = open_page(hash_=f"#{view}")
@@ -725,6 +729,7 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_of_every_view_have_contrast(open_page: Open, scheme: str) -> None:
     tab = open_page(hash_="", color_scheme=scheme)

@@ -145,6 +145,7 @@ def test_what_is_gone_says_so(tab: Any) -> None:
     assert "takes no time" in tab.locator("[data-part=details]").inner_text()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "marked"), [("gemm_5", True), ("aten::op5", False)])
 def test_what_is_changed_has_a_mark_and_the_rest_has_none(
     tab: Any, name: str, *, marked: bool

@@ -135,7 +135,7 @@ def test_two_ranks_of_128_are_said_to_be_a_part_and_not_guessed_together() -> No
     assert found.unmatched["count"].sum() == 20
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", ALL)
 def test_the_account_of_every_trace_adds_up_at_every_moment(path: str) -> None:
     part = analyze.rank_part(load(DATA / path).traces[0])

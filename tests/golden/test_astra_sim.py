@@ -72,6 +72,7 @@ def machine(row: dict[str, str]) -> tuple[Any, Any]:
     )
 
 
+@pytest.mark.sampled(2)
 @message_by_message
 @pytest.mark.parametrize("backend", ["unaware", "aware"])
 def test_every_collective(collectives: Any, backend: str, whole: bool) -> None:
@@ -93,6 +94,7 @@ def test_every_collective(collectives: Any, backend: str, whole: bool) -> None:
     assert different == []
 
 
+@pytest.mark.sampled(2)
 @message_by_message
 @pytest.mark.parametrize("backend", ["unaware", "aware"])
 def test_every_rank_of_every_workload(recorded: Any, backend: str, whole: bool) -> None:
@@ -134,6 +136,7 @@ def test_the_validated_example_with_two_chunks_under_way(tmp_path: Path) -> None
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("gpu_only", "most"), [(False, 0.003), (True, 0.019)])
 def test_a_converted_job_ends_when_it_was_measured_to_end(
     tmp_path: Path, gpu_only: bool, most: float

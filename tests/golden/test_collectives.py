@@ -145,6 +145,7 @@ def test_the_group_of_a_ddp_run_is_data_parallel() -> None:
     assert cells.select("source", "target", "exact_bytes").rows() == [(0, 1, 0)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", ALL)
 def test_calls_of_every_trace_are_what_communication_counts(path: str) -> None:
     trace = trace_of(path)

@@ -44,6 +44,7 @@ def events(name: str) -> list[dict[str, Any]]:
         ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", EVERY, ids=lambda path: path.name)
 def test_a_trace_against_itself_is_all_zero(path: Path) -> None:
     session = traceloom.load(path)

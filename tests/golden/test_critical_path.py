@@ -52,6 +52,7 @@ def shares(found: traceloom.analyze.CriticalPath) -> dict[str, float]:
     return dict(found.classes.select("class", "fraction").rows())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", KINETO, ids=lambda path: path.name)
 def test_every_trace_has_a_path_that_adds_up(path: Path) -> None:
     session = traceloom.load(path)

@@ -32,6 +32,7 @@ def answer(name: str, kinds: list[str], factor: float) -> float:
     return float((Plan(graph).evaluate(work).max() - times[0]) / (times.max() - times[0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [
@@ -52,6 +53,7 @@ def test_half_of_the_gpu_work(name, low, high):
     assert low <= answer(name, GPU, 0.5) <= high
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [

@@ -109,6 +109,7 @@ def plain(name: str) -> str:
     return re.sub(r"^ProfilerStep#.*$", "ProfilerStep#", name)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["mi300_vllm_piecewise_graphs", "mi300_bert_small", "h100_bert_small", "mi210_gpu_only"]
 )
@@ -135,6 +136,7 @@ def test_the_flame_graph_is_what_a_plain_loop_over_the_file_counts(traces: Any, 
     assert {key: whole for key, _, _, whole in rows} == total
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mi300_vllm_piecewise_graphs", "h100_owlv2"])
 def test_gpu_time_reaches_the_frames_above_its_launch(traces: Any, name: str) -> None:
     trace, events, calls = traces(name)
@@ -190,6 +192,7 @@ def in_backward(call: Call) -> bool:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["v100_ns_resolution", "a100_ddp_nccl", "mi250_minitoy"])
 def test_backward_time_goes_where_the_arrows_of_the_file_point(
     traces: Any, name: str, shared_data: Path

@@ -45,6 +45,7 @@ def work_of(path: str) -> list[dict[str, Any]]:
     return [e for e in raw(path) if e.get("ph") == "X" and e.get("cat") in GPU_WORK]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_kinds_and_idle_time_add_up_to_the_window_of_every_device(path: str) -> None:
     trace = trace_of(path)
@@ -62,6 +63,7 @@ def test_kinds_and_idle_time_add_up_to_the_window_of_every_device(path: str) -> 
     assert found.steps["count"].sum() == found.kinds["count"].sum()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_bounds_add_up_to_all_work_and_to_the_busy_time_of_every_device(path: str) -> None:
     trace = trace_of(path)
@@ -88,6 +90,7 @@ def test_what_bounds_two_models_on_two_vendors(path: str, known: float, largest:
     assert shares[largest] > 0.5
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", sorted(GPU_TIME))
 def test_shapes_efficiency_and_copies_add_up(path: str) -> None:
     trace = trace_of(path)

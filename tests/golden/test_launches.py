@@ -102,6 +102,7 @@ def test_short_kernels_equal_a_plain_count(name: str) -> None:
     assert found.bins["kernel_count"].sum() == sum(work["kernel"] for work in told(name)[0])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", PLAIN)
 def test_queues_equal_a_plain_sweep_and_are_never_negative(name: str) -> None:
     _, calls = told(name)

@@ -14,6 +14,7 @@ from traceloom.workload.replay.planning import make_plan
 pytestmark = [*NEEDS_TRACES, pytest.mark.torch]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("path", "ops", "custom"),
     [

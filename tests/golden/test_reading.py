@@ -28,6 +28,7 @@ KINETO = {
 pytestmark = NEEDS_TRACES
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", sorted(GPU_TIME))
 def test_events_kernels_and_windows_equal_the_golden_file(name):
     golden = GPU_TIME[name]

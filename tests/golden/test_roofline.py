@@ -162,6 +162,7 @@ def test_tf32_is_told_from_fp32_by_the_names_of_kernels() -> None:
     ]
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("path", TRACES)
 def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
     trace = trace_of(path)
@@ -196,6 +197,7 @@ def test_work_of_an_accelerator_that_no_operator_launched_is_not_modelled() -> N
     assert found.unmodelled["name"].is_in(["merge"]).any()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", [path for path in TRACES if path.startswith("kineto/")])
 def test_the_section_of_every_file_keeps_its_schema_and_explains_what_is_missing(path: str) -> None:
     document = build(Session((trace_of(path),), "run"), ReportOptions(only=("roofline",)))

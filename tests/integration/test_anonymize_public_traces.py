@@ -68,7 +68,7 @@ def _verdicts(outcome: Anonymized) -> dict[str, str]:
     }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[] if USUAL.match(p.name) else THOROUGH) for p in TRACES],
@@ -84,7 +84,7 @@ def test_a_trace_says_the_same_and_nothing_of_its_owner(path: Path, tmp_path: Pa
     assert all(not one["unknown"] or one["name"] for one in outcome.report["dropped"])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "path",
     [
@@ -110,6 +110,7 @@ def test_collapsed_it_keeps_the_gpu_its_steps_and_its_answers(path: Path, tmp_pa
     assert TELLING.findall(_bytes(outcome)) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=THOROUGH if p.name.startswith("resnet_1gpu") else []) for p in HOSTS],
@@ -149,6 +150,7 @@ def test_host_and_device_trace_of_a_rank_still_match(rank: int, tmp_path: Path) 
     assert found[0].equals(found[1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", CHAKRA, ids=_name)
 def test_a_chakra_file_keeps_nodes_times_and_dependencies(path: Path, tmp_path: Path) -> None:
     outcome = _shared(path, tmp_path, Policy())

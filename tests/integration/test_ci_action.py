@@ -106,6 +106,7 @@ def runs(folder: Path, step_us: int) -> str:
     return str(folder)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("limit", "code", "verdict"), [("60%", 0, "pass"), ("3%", 5, "fail")])
 def test_a_slower_step_fails_the_pull_request_and_is_told(
     limit: str, code: int, verdict: str, runner: Runner, tmp_path: Path
@@ -131,6 +132,7 @@ def test_where_commenting_is_not_allowed_the_summary_has_to_do(
     assert runner.log.read_text().count("gh pr comment") == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("number", "comment"), [("", "true"), ("7", "false")])
 def test_nothing_is_told_without_a_pull_request_or_where_it_is_not_wanted(
     number: str, comment: str, runner: Runner, tmp_path: Path

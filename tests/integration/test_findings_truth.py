@@ -97,7 +97,7 @@ SELDOM = (
 )
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -117,6 +117,7 @@ def test_a_planted_fault_is_found_first_with_what_leaving_it_out_saves(
     assert first.saving_ns == pytest.approx(planted.cost_per_step_ns, rel=ALLOWED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", ["late host", "slow rank"])
 def test_a_rank_that_comes_late_once_does_not_compute_for_longer(
     fault: str, tmp_path: Path
@@ -177,7 +178,7 @@ def test_a_link_as_fast_as_it_should_be_saves_what_the_job_without_its_fault_doe
     assert whatif(graph, [fixed]).after_ns == pytest.approx(planted.clean_run.window_ns, rel=0.001)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLEAN)
 def test_a_clean_job_has_nothing_to_fix(name: str, tmp_path: Path) -> None:
     session = traceloom.load(clean_jobs()[name].run().write(tmp_path / "run"))

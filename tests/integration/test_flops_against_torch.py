@@ -70,6 +70,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_matrix_products(name: str, tmp_path: Path) -> None:
     ours, theirs = both(PRODUCTS[name], tmp_path)
@@ -235,6 +236,7 @@ def test_lists_of_tensors_without_a_kernel_are_not_guessed(tmp_path: Path) -> No
     assert "aten::cat" not in calls["name"].to_list()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stacks", [True, False])
 def test_recomputation_of_a_real_run_counts_for_hfu_alone(

@@ -148,7 +148,7 @@ def error(
     return float(times.max() - times.min()) / found.job.run(change).window_ns - 1
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "change"), CASES)
 def test_a_change_does_what_the_graph_says(name: str, change: Change) -> None:
     assert abs(error(name, change)) <= ALLOWED
@@ -164,7 +164,7 @@ def test_records_of_what_was_awaited_lead_to_the_same_answers(name: str) -> None
         assert abs(error(name, change, sync_records=True)) <= ALLOWED
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_the_graph_gives_back_the_run_itself(name: str) -> None:
     found = asked(name)

@@ -58,6 +58,7 @@ def test_changes_of_random_jobs_come_to_what_the_simulation_says() -> None:
     assert np.percentile(savings, 95) <= 0.10
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.thorough) if n % 4 else n for n in range(LATE)]
 )

@@ -38,6 +38,7 @@ def check_bounds(ranked: Ranked) -> None:
         assert (finding.alone_ns or 0) <= named_ns(finding.title) * ROUNDED, finding
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRACES)
 def test_no_finding_of_a_public_trace_saves_more_than_its_title_names(
     name: str, shared_data: Path

@@ -50,6 +50,7 @@ def made(name: str) -> tuple[Job, Graph, Plan]:
     return job, graph, Plan(graph)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "text", "change"), CASES)
 def test_the_new_time_is_that_of_the_job_with_the_change(
     name: str, text: str, change: Change

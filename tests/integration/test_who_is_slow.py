@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[Fault, str, set[str]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     "layout",

@@ -181,6 +181,7 @@ WHOLE = (
 )
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("member", WHOLE)
 @pytest.mark.parametrize(
     ("name", "kind", "column"),

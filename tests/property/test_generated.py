@@ -91,7 +91,7 @@ def reached(files: list[NodeFrame]) -> set[tuple[int, int]]:
     return {(source, target) for target, sources in enumerate(knows) for source in sources}
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("algorithm", "kind"), ALGORITHMS)
 @pytest.mark.parametrize(
     "ranks", [2, 3, 8, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (5, 16))]

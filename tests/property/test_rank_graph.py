@@ -78,6 +78,7 @@ def plain_orphans(path: Path) -> int | None:
     return sum(correlation not in called for correlation in work) if work else None
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.data
 @pytest.mark.skipif(not FILES, reason="the public traces (../shared/data) are not on this machine")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.split(".json")[0])

@@ -81,6 +81,7 @@ def test_no_change_of_a_job_saves_more_than_can_be_saved(
         check(graph, *texts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.data
 @pytest.mark.parametrize(
     "path",

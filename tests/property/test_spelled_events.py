@@ -125,6 +125,7 @@ ENCODINGS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(made=spelled_files(), data=st.data())
 def test_every_encoding_gives_the_same_trace(

@@ -17,7 +17,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(4))
 def test_damaged_inputs_are_read_or_refused(seeds, monkeypatch, number):
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(seeds / "cache"))

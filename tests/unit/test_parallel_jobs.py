@@ -81,7 +81,7 @@ def test_what_cannot_be_laid_out_is_refused(more: dict[str, Any]) -> None:
 # -- what the traces show -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_traces_show_exactly_what_the_truth_says(name: str) -> None:
     run = made(name)

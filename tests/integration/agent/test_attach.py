@@ -118,6 +118,7 @@ class Attached:
         return events
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stacks", [False, True], ids=["plain", "stacks"])
 def test_by_steps_and_at_once_again_by_time(
     program: UnpreparedProgram, place: Path, stacks: bool
@@ -167,6 +168,7 @@ def test_a_profile_of_the_programs_own_goes_first(program: UnpreparedProgram, pl
     assert (later.slug, ("delivered", "waiting") in later.states) == ("", True)
 
 
+@pytest.mark.thorough
 def test_a_program_that_ends_meanwhile_ends_in_order(place: Path) -> None:
     """PyTorch 2.13 ends with SIGSEGV where Python ends during a profile."""
     running = UnpreparedProgram()
@@ -297,6 +299,7 @@ def test_memory_without_cuda_is_refused(program: UnpreparedProgram, place: Path)
     assert (refused.slug, refused.detail) == ("no-cuda", "the program does not use CUDA")
 
 
+@pytest.mark.thorough
 def test_memory_of_a_program_with_a_device(place: Path) -> None:
     running = UnpreparedProgram()
     running.ask("len(globals().setdefault('played', cuda(False)))")

@@ -104,6 +104,7 @@ def test_a_process_and_what_it_cost_it(
     assert ranks[0].ask("len(threading.enumerate())") == 1
 
 
+@pytest.mark.thorough
 def test_ranks_begin_at_one_instant(
     agent: Running,
     ranks: list[UnpreparedProgram],

@@ -513,6 +513,7 @@ def interpreter(version: str) -> str:
     return ""
 
 
+@pytest.mark.sampled(1)
 @needs_probes
 @needs_compiler
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ def test_a_bundle_has_pythons_calls_where_native_ones_cannot_be_had(
     assert stacks["unseen"] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.torch
 def test_the_rank_that_stops_before_a_collective_is_named(tmp_path: Path) -> None:
     directory = tmp_path / "bundle"

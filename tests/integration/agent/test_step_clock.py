@@ -181,6 +181,7 @@ def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
     assert sum(steps.taken[0].buckets) == 3
 
 
+@pytest.mark.thorough
 def test_a_library_is_probed_once_for_all_its_processes(
     job: Job, clock: Callable[..., ProbedStepClock], tmp_path: Path
 ) -> None:

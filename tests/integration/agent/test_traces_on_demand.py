@@ -399,6 +399,7 @@ def test_a_user_traces_the_own_process_through_the_agent_of_root(host: Host) -> 
     shutil.rmtree(received)
 
 
+@pytest.mark.thorough
 def test_a_process_that_ends_while_it_is_traced(host: Host) -> None:
     variables = host.client.get("environment")["variables"]
     code = "import torch, sys; print('up', flush=True); sys.stdin.readline()"

@@ -113,6 +113,7 @@ def told(client: AgentClient, name: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.thorough
 def test_ranks_that_wait_for_data_are_traced_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

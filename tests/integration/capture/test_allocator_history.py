@@ -71,6 +71,7 @@ def test_the_history_begins_with_the_device_and_ends_with_the_recording(recorder
     }
 
 
+@pytest.mark.thorough
 def test_a_program_keeps_the_history_that_it_has_begun_itself(recorder: Any) -> None:
     run = _played(recorder, BLOCK, history=True)
     assert run.out.splitlines() == ["[] [] True"]
@@ -84,6 +85,7 @@ def test_an_allocator_without_a_history_leaves_a_notice(recorder: Any) -> None:
     assert any(line.endswith("[no-memory-history]") for line in run.ours)
 
 
+@pytest.mark.thorough
 def test_running_out_of_memory_in_a_block_leaves_a_report_and_a_snapshot(recorder: Any) -> None:
     fails = """
 with traceloom.record("run", memory=True):

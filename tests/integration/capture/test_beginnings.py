@@ -32,6 +32,7 @@ def busy(seconds, end=None):
 """
 
 
+@pytest.mark.thorough
 def test_everything_from_the_first_call_of_a_module_on_is_recorded_and_nothing_before(
     recorder: Any,
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_program_that_calls_no_module_is_recorded_after_a_second(recorder: Any
     assert operators(run, "aten::matmul") == run.names().count("traceloom.scope:multiply") == 1
 
 
+@pytest.mark.thorough
 def test_a_program_that_is_over_before_that_is_none_that_computes(recorder: Any) -> None:
     run = recorder.python("import torch\nfor _ in range(3): torch.ones(4).add(1)", train=False)
     assert run.code == 0
@@ -68,6 +70,7 @@ def test_a_program_that_is_over_before_that_is_none_that_computes(recorder: Any)
     assert not run.directory.exists()
 
 
+@pytest.mark.thorough
 def test_a_program_that_defines_a_module_is_waited_for(recorder: Any) -> None:
     run = recorder.python(
         """
@@ -89,6 +92,7 @@ def test_torch_in_a_worker_thread_alone_is_recorded(recorder: Any) -> None:
     assert operators(recorder.python(text, train=False), "aten::add") > 50
 
 
+@pytest.mark.thorough
 def test_the_window_begins_with_the_first_operator_not_with_what_is_before_it(
     recorder: Any,
 ) -> None:
@@ -191,6 +195,7 @@ def test_loader_workers_are_not_recorded_however_they_are_started(
     assert operators(run, "aten::item") >= 16
 
 
+@pytest.mark.thorough
 def test_a_server_with_worker_threads_is_recorded_on_all_of_them(recorder: Any) -> None:
     run = recorder.python(
         """
@@ -219,6 +224,7 @@ def test_a_server_with_worker_threads_is_recorded_on_all_of_them(recorder: Any) 
     assert len(threads) == operators(run, "aten::add") > 20
 
 
+@pytest.mark.thorough
 def test_a_main_thread_that_waits_for_its_workers_is_no_obstacle_to_a_window_by_time(
     recorder: Any,
 ) -> None:
@@ -264,6 +270,7 @@ print(*seen)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("uses", "phases"),
     [

@@ -80,6 +80,7 @@ for number in range(7):
 """
 
 
+@pytest.mark.thorough
 def test_sources_of_the_kernels_that_were_launched_come_with_the_graph_step(
     recorder: Any, tmp_path: Path
 ) -> None:

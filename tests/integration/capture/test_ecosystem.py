@@ -294,6 +294,7 @@ print(answers)
     assert len({event["tid"] for event in run.events() if event["name"] == "aten::linear"}) > 1
 
 
+@pytest.mark.thorough
 def test_a_notebook_is_recorded_in_its_kernel(recorder: Any) -> None:
     _skip_without(("ipykernel", "nbclient", "nbformat"))
     cell = MODEL + (

@@ -27,6 +27,7 @@ def found(recorder: Any, command: list[str], *options: str) -> Ranked:
 
 
 # What is planted into each step, ns: time that the host spends on it for certain, be the machine busy or not.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "slug", "planted"),
     [

@@ -53,6 +53,7 @@ def without_times(text: str) -> str:
     return re.sub(r"^(\[[IWE]\d+|[A-Z]+:\d).*? (?=\S+\.cpp:)", "", text, flags=re.MULTILINE)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_that_was_harmed_ends_as_it_does_unrecorded(recorder: Any, name: str) -> None:
     start = ["sh"] if name.endswith(".sh") else [sys.executable]
@@ -121,7 +122,7 @@ print(len(os.listdir("/proc/self/task")), file=sys.stderr)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [(), ("--graph",), ("--steps", "3..5"), ("--memory",)])
 def test_a_program_that_steps_has_the_threads_that_it_had(
     recorder: Any, options: tuple[str, ...]
@@ -134,6 +135,7 @@ def test_a_program_that_steps_has_the_threads_that_it_had(
     assert run.rank()["window"]["kind"] == "steps"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", [1, 10])
 def test_a_fork_of_a_recorded_process_ends_by_itself(recorder: Any, at: int) -> None:
     """Kineto has a thread that a fork has not, for which its exit handler would wait."""
@@ -166,6 +168,7 @@ def test_children_that_the_program_waits_for_are_its_own(recorder: Any) -> None:
     assert run.marks() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_in_a_fork_a_profiler_of_the_program_works(recorder: Any) -> None:
     run = recorder.python(
         """

@@ -149,6 +149,7 @@ except traceloom.CaptureError as error: print(error.slug)
     assert (run.out, run.err) == ("in\nno-torch\n", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -388,12 +388,14 @@ def beside(shared_recorder: Any, tmp_path_factory: pytest.TempPathFactory) -> di
     return _document(target, at="start")
 
 
+@pytest.mark.thorough
 def test_what_other_threads_allocate_is_counted_in_a_notice(beside: dict[str, Any]) -> None:
     said = {notice["slug"]: notice for notice in beside["notices"]}
     assert said["unrecorded-allocations"]["count"] == 1
     assert "(200 kB)" in said["unrecorded-allocations"]["message"]
 
 
+@pytest.mark.thorough
 def test_activations_of_a_graph_from_before_the_window_are_known(
     beside: dict[str, Any], shared_recorder: Any
 ) -> None:

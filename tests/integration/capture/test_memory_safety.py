@@ -147,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("around", "options"), CASES)
 def test_no_freed_block_is_written_to(
     recorder: Any, quarantine: Path, around: str, options: tuple[str, ...]

@@ -76,6 +76,7 @@ def test_two_recordings_into_one_directory_at_the_same_time_are_refused(recorder
     assert not (recorder.directory / writing.NOTES).exists()
 
 
+@pytest.mark.thorough
 def test_what_a_killed_recorder_had_claimed_is_free_again(recorder: Any) -> None:
     first = recorder.popen(
         [sys.executable, recorder.script(FOREVER.replace("12", "2"))], start_new_session=True
@@ -105,6 +106,7 @@ def recorded(shared_recorder: Any) -> Any:
     return shared_recorder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_recording_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
     recorded: Any, failure: str
@@ -148,6 +150,7 @@ def test_a_recorder_that_is_killed_leaves_the_earlier_one_as_it_was_and_loses_no
     assert run.marks() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_a_whole_recording_takes_the_place_of_the_earlier_one_by_force(recorder: Any) -> None:
     recorder.record(recorder.torchrun(recorder.script("for _ in range(6): step()")))
     (recorder.directory / "mine.txt").write_text("mine")

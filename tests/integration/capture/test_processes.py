@@ -124,6 +124,7 @@ def test_loader_workers_never_write_a_rank(recorder: Any, method: str) -> None:
     assert any(name.startswith("enumerate(DataLoader)") for name in run.names())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", [pytest.param("fork", marks=pytest.mark.thorough), "spawn"])
 def test_ranks_started_by_torch_multiprocessing_write_theirs_and_their_launcher_does_not(
     recorder: Any, method: str
@@ -149,6 +150,7 @@ def test_ranks_started_by_torch_multiprocessing_write_theirs_and_their_launcher_
     assert all(part["window"]["step_count"] == 3 for part in run.capture["ranks"])
 
 
+@pytest.mark.thorough
 def test_two_programs_without_ranks_are_two_runs_side_by_side(recorder: Any) -> None:
     worker = recorder.script("for _ in range(6): step()", "worker.py")
     run = recorder.python(
@@ -177,6 +179,7 @@ def test_two_programs_without_ranks_are_two_runs_side_by_side(recorder: Any) -> 
     ]
 
 
+@pytest.mark.thorough
 def test_a_program_that_a_rank_starts_is_no_rank_though_it_inherits_its_environment(
     recorder: Any,
 ) -> None:
@@ -235,6 +238,7 @@ def test_ours_yields_to_the_users_profilers_of_both_kinds_and_does_not_come_back
     assert run.marks() == [3, 4, 5]
 
 
+@pytest.mark.thorough
 def test_what_was_recorded_before_the_users_profiler_is_kept(
     recorder: Any,
 ) -> None:
@@ -252,6 +256,7 @@ def test_what_was_recorded_before_the_users_profiler_is_kept(
     assert run.rank()["window"]["step_count"] == 3
 
 
+@pytest.mark.thorough
 def test_the_steps_of_the_users_profiler_are_the_steps(recorder: Any) -> None:
     run = recorder.python(
         """

@@ -49,6 +49,7 @@ def test_output_errors_and_exit_code_are_those_of_an_unrecorded_run(recorder: An
     assert run.marks() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_a_module_with_dashes_and_a_script_with_a_shebang_are_recorded(recorder: Any) -> None:
     package = recorder.tmp_path / "pkg"
     package.mkdir()
@@ -93,6 +94,7 @@ def test_the_users_own_profile_holds_no_event_of_ours(
     assert run.out == "2 4 []\n2 4 []\n", run.err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("command", "slug"),
     [
@@ -152,6 +154,7 @@ time.sleep(30)""",
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_however_a_program_ends_what_was_recorded_is_kept(recorder: Any, ending: str) -> None:
     code, status, reason = ENDINGS[ending]
@@ -180,6 +183,7 @@ def interrupt_when_ready(process: subprocess.Popen[str], sign: signal.Signals) -
 FOREVER = "import time\nfor _ in range(6): step()\nprint('ready', flush=True)\nfor _ in range(6000): time.sleep(0.01)"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_ctrl_c_keeps_what_was_recorded(recorder: Any, launcher: str) -> None:
     script = recorder.script(FOREVER)
@@ -249,6 +253,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(recorder: Any, tiny_disk: Path)
     assert "rank0.kineto.json.gz" in kept or "rank0.kineto.json" in kept
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["in Python", "in C"])
 def test_sigterm_ends_a_program_at_once_and_what_was_written_stays(
     recorder: Any, where: str
@@ -274,6 +279,7 @@ threading.Thread(target=kill, daemon=True).start()
     assert run.marks() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_a_program_that_ends_by_sigterm_before_anything_is_written_says_so(recorder: Any) -> None:
     run = recorder.python("import os\nfor _ in range(5): step()\nos.kill(os.getpid(), 15)")
     assert run.code == -signal.SIGTERM
@@ -281,6 +287,7 @@ def test_a_program_that_ends_by_sigterm_before_anything_is_written_says_so(recor
     assert not run.directory.exists()
 
 
+@pytest.mark.thorough
 def test_a_skipped_step_of_a_gradient_scaler_is_a_step(recorder: Any) -> None:
     run = recorder.python(
         """
@@ -313,6 +320,7 @@ def test_a_window_that_was_written_survives_sigkill(recorder: Any) -> None:
     assert run.marks() == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.thorough
 def test_asking_for_torch_before_importing_it_hides_nothing(recorder: Any) -> None:
     run = recorder.python(
         """

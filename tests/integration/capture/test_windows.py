@@ -106,6 +106,7 @@ print("done")
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", [THREADED, SPARSE, OBSERVER], ids=["threads", "csr", "own"])
 def test_the_graph_step_is_left_out_where_it_could_harm(recorder: Any, program: str) -> None:
     run = recorder.python(program, "--graph")
@@ -162,6 +163,7 @@ def test_the_chosen_steps_are_recorded(recorder: Any) -> None:
     assert run.names().count("Optimizer.step#Plain.step") == 2
 
 
+@pytest.mark.thorough
 def test_stacks_and_memory_are_in_the_trace_when_asked_for(recorder: Any) -> None:
     run = recorder.python("for _ in range(6): step()", "--steps", "3..5", "--stacks", "--memory")
     assert run.theirs == ""
@@ -230,6 +232,7 @@ def test_accumulation_stays_within_a_step_and_the_slowest_of_alternating_optimiz
     assert run.names().count("Optimizer.step#Plain.step") == 2
 
 
+@pytest.mark.thorough
 def test_traceloom_step_overrules_the_optimizer(recorder: Any) -> None:
     run = recorder.python(
         """
@@ -300,6 +303,7 @@ def test_a_program_that_trains_in_a_thread_is_recorded_there(recorder: Any) -> N
     assert len(run.ours) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [(), ("--steps", "3..8")], ids=["first call", "steps"])
 def test_with_stacks_no_frame_of_ours_is_in_the_trace(
     recorder: Any, options: tuple[str, ...]
@@ -317,6 +321,7 @@ def test_with_stacks_no_frame_of_ours_is_in_the_trace(
     assert not [name for name in frames if "traceloom" in name]
 
 
+@pytest.mark.thorough
 def test_stacks_are_left_out_where_the_program_has_a_profile_function(recorder: Any) -> None:
     run = recorder.python(
         """

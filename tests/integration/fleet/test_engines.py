@@ -103,6 +103,7 @@ def pids_of(noted: Path) -> list[int]:
     return [int(word) for word in noted.read_text().split()]
 
 
+@pytest.mark.sampled(1)
 def test_captures_become_rows_once_and_a_report(setting: Setting) -> None:
     stores, engine, _ = setting
     assert engine.check()
@@ -183,6 +184,7 @@ def test_what_crashes_hangs_or_swells_is_quarantined_and_the_others_go_on(
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.sampled(1)
 def test_a_worker_that_is_killed_costs_a_try_and_the_next_one_does_it(
     setting: Setting, tmp_path: Path
 ) -> None:

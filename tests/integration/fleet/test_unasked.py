@@ -109,6 +109,7 @@ def _joined(service: RunningService) -> JobHost | None:
         return None
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(
     service: RunningService, host: JobHost
 ) -> None:

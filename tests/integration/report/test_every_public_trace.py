@@ -41,7 +41,7 @@ USUAL = re.compile(
 )
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "path",
     [

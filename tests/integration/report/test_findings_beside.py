@@ -31,6 +31,7 @@ def worth(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [OPTIONS, ReportOptions(only=("core", "findings"), steps=(1, 2), ranks=(0, 1))]
 )

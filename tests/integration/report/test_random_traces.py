@@ -46,6 +46,7 @@ def test_every_view_of_a_random_trace_holds_its_laws(
     check_perfetto(out.getvalue(), document)
 
 
+@pytest.mark.thorough
 @QUICKLY
 @given(builder=builders(most_events=20), data=st.data())
 def test_a_random_step_is_the_same_alone_and_in_the_whole(

@@ -157,6 +157,7 @@ def names(trace: Trace) -> list[str]:
     return [event["name"] for event in raw["traceEvents"] if event.get("ph") == "X"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("way", "stacks"),
     [
@@ -199,11 +200,13 @@ def test_repeated_time_is_that_of_the_frame_that_repeats(make: Make) -> None:
     assert tree.filter(pl.col("path") == "Net_0")["recompute_host_ns"].item() == spent
 
 
+@pytest.mark.thorough
 def test_without_checkpoints_nothing_is_repeated(make: Make) -> None:
     trace = make(COMPILE, "plain", "same")
     assert analyze.modules(trace).recompute_evidence == "none"
 
 
+@pytest.mark.thorough
 def test_graph_breaks_and_lookups_of_warm_code(make: Make) -> None:
     trace = make(COMPILE, "stacks", "same")
     found = analyze.compiled(trace)
@@ -223,6 +226,7 @@ def test_graph_breaks_and_lookups_of_warm_code(make: Make) -> None:
     assert found.regions["backward_host_ns"].min() > 0
 
 
+@pytest.mark.thorough
 def test_compilations_in_the_window_are_numbered_and_their_stages_add_up(make: Make) -> None:
     trace = make(COMPILE, "plain", "changing")
     found = analyze.compiled(trace)

@@ -54,6 +54,7 @@ def test_what_a_task_gives_comes_back(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("task", "arguments", "words"),
     [

@@ -72,6 +72,7 @@ def found(job: str) -> AcrossRanks:
 # -- sums ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 def test_parts_of_a_collective_add_up(found: AcrossRanks) -> None:
     parts, many = found.parts, found.collectives
     assert (parts["wait_ns"] + parts["transfer_ns"]).to_list() == parts["duration_ns"].to_list()
@@ -181,6 +182,7 @@ def test_what_one_comparison_remembers_does_not_reach_another() -> None:
     assert other.wait_ns != one.wait_ns
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("offset_ns", [-3_000_000_000, 12_345, 10**15])
 def test_a_clock_that_is_off_is_found_and_changes_no_wait(offset_ns: int) -> None:
     recipe = Recipe(steps=3, layers=3, ranks=2, delay_us={1: 900}, seed=2)

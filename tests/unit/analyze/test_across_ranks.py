@@ -72,6 +72,7 @@ def test_a_late_data_loader_is_found_with_its_rank_and_size_whatever_the_clocks_
         assert other["residual_ns"] < 2_000
 
 
+@pytest.mark.thorough
 def test_waits_of_a_parallel_job_are_those_of_its_simulation(slow: tuple[Run, AcrossRanks]) -> None:
     run, found = slow
     truth = run.truth.collectives

@@ -327,6 +327,7 @@ def ring(kind: str, ranks: int, elements: int, **more: Any) -> pl.DataFrame:
     return pl.concat(frames)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize(
     ("kind", "per_rank"),
@@ -345,6 +346,7 @@ def test_what_all_ranks_send_is_what_bandwidth_is_defined_on(
     assert cells["exact_bytes"].sum() == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("root", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "from_root"),

@@ -45,6 +45,7 @@ def rates(
     return verdicts, held / 100
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "runs",
     [

@@ -19,6 +19,7 @@ USUAL = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.data
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in USUAL else pytest.mark.thorough) for n in NAMES]

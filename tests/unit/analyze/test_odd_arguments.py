@@ -152,6 +152,7 @@ class Arguments:
         return document | {"deviceProperties": described}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_no_argument_ends_an_analysis(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"

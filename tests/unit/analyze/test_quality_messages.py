@@ -425,6 +425,7 @@ SILENT: list[tuple[str, TraceBuilder]] = [
 ]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(("slug", "builder"), SILENT)
 def test_the_nearest_trace_without_it_passes_the_check(slug: str, builder: TraceBuilder) -> None:
     row = check(replace(builder.build(), notices=()), slug)
@@ -437,6 +438,7 @@ def test_the_nearest_trace_without_it_passes_the_check(slug: str, builder: Trace
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("slug", "builder"),
     [

@@ -128,6 +128,7 @@ SUMS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("name", SUMS)
 def test_what_happens_twice_takes_twice_as_long(name: str, seed: int) -> None:

@@ -117,6 +117,7 @@ print(set(ends) <= {0}, said, sys.getswitchinterval() == interval, threading.act
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="forks are used on Linux alone")
 @pytest.mark.parametrize(("kind", "refuses"), [("over.wait", False), ("count", True)])
 def test_a_quiet_fork_calls_no_handler_and_is_none_beside_threads_that_keep_python_busy(

@@ -119,12 +119,14 @@ def changed(*texts: str) -> list[tuple[Graph, Plan, Scenario, PlainScenario]]:
     return fitting
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("texts", [*((text,) for text in CHANGES), *PAIRS], ids=" and ".join)
 def test_a_change_does_to_every_point_what_its_words_say(texts: tuple[str, ...]) -> None:
     for _, plan, scenario, plain in changed(*texts):
         assert scenario.times(plan).tolist() == plain.times()
 
 
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize("texts", [*((text,) for text in CHANGES), *PAIRS], ids=" and ".join)
 def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple[str, ...]) -> None:
     for graph, plan, scenario, plain in changed(*texts):
@@ -139,6 +141,7 @@ def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple
         )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("target", ["copies", "collectives", "kernels", "gpu"])
 @pytest.mark.parametrize("with_it", ["", "gpu * 0.3", "network * 3"])
 def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(
@@ -160,6 +163,7 @@ def test_hidden_work_leaves_the_order_of_its_stream_as_a_plain_loop_says(
     assert compared > 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text", ["gpu * 0.3", "host * 2.5", "rank 0 delay remove", "copies async", "idle remove"]
 )
@@ -418,7 +422,7 @@ def renamed(graph: Graph, names: dict[int, int]) -> Graph:
     return replace(graph, nodes=graph.nodes.with_columns(rank))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "text", [*EVERYTHING, "rank 0 delay remove", "rank 1 kernels * 0.5", "rank 1 idle remove"]
 )

@@ -116,6 +116,7 @@ NESTED = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("start", "unit"),
     [
@@ -146,6 +147,7 @@ def test_deep_nesting_in_a_capture_and_a_group_file(tmp_path):
         assert run("validate", tmp_path)[0] in {3, 5}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("message", [b"\0", b"\1\1"])
 def test_chakra_files_of_empty_messages_are_refused(tmp_path, message):
     with quick():
@@ -172,6 +174,7 @@ def test_a_timeline_that_expands_a_thousand_times_is_refused(tmp_path):
     assert "gzip-bomb" in said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["streams", "threads"])
 def test_work_is_linear_in_streams_and_threads(tmp_path, kind):
     """Four times as many take at most nine times as long; what is quadratic takes sixteen times."""

@@ -111,6 +111,7 @@ def test_runs_can_be_added_one_by_one(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "begins"), [("c.html", b"<!doctype html>"), ("c.md", b"### Trace"), ("c.json", b"{")]
 )
@@ -153,6 +154,7 @@ def test_wrong_calls_are_refused(base: str, slow: str, wrong: list[str]) -> None
     assert main(["diff", f"{base}/run0", f"{slow}/run10", *wrong, "--quiet"]) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "where", ["folder", "memory://traceloom-tests/baselines", "file://{}/remote"]
 )
@@ -194,6 +196,7 @@ def test_a_baseline_and_the_traces_give_the_same_numbers(
     assert kept.to_dict() == direct.to_dict()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a" * 101, "x\n", "C:\\x", "ä"])
 def test_names_stay_in_the_store(tmp_path: Path, base: str, name: str) -> None:
     place = baseline_store.BaselineStore(str(tmp_path / "store"))
@@ -319,6 +322,7 @@ CHANGES: list[tuple[tuple[str | int, ...], Any]] = [
 """What makes a baseline none, each at its place."""
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("place", "value"), CHANGES, ids=lambda part: str(part)[:60])
 def test_a_baseline_that_holds_what_cannot_be_is_refused_and_no_defect(
     place: tuple[str | int, ...], value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

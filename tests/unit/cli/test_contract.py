@@ -127,6 +127,7 @@ def to_file(name: str, file: str) -> list[str]:
     return [*ANSWERS[name][0], *([file] if name == "convert" else ["-o", file])]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "name", [name for name in ANSWERS if name not in NO_ANSWER_WITHOUT_FILE | SLOW]
 )
@@ -142,7 +143,7 @@ def test_json_is_all_that_standard_output_has(name: str, here: Path) -> None:
     assert json.loads(ran(*ANSWERS[name][0], "--json", "--quiet").out).keys() == document.keys()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "file"), PAIRS)
 def test_a_file_is_written_once_whole_and_named_in_the_last_lines(
     name: str, file: str, here: Path
@@ -168,7 +169,7 @@ def test_a_file_is_written_once_whole_and_named_in_the_last_lines(
         assert (done.code, done.out) == (0, ""), done.err
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "file"), {name: (name, file) for name, file in PAIRS}.values())
 def test_a_directory_that_is_not_there_is_made_and_a_file_is_none(
     name: str, file: str, here: Path

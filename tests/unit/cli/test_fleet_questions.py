@@ -44,6 +44,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_regressions_name_the_planted_kernel_and_what_to_compare(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -60,6 +61,7 @@ def test_regressions_name_the_planted_kernel_and_what_to_compare(
     assert compare.endswith("&& traceloom diff healthy changed")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "verb", ["kernels", "characterise", "coverage", "topline", "findings", "outliers", "invest"]
 )

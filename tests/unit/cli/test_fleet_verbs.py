@@ -109,6 +109,7 @@ def test_where_nobody_answers_it_says_what_starts_a_service(
     assert list(tmp_path.iterdir()) == [], "no half a file is left"
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_wrong_token_and_none_are_told_apart(
     action: str, fleet: AnsweringService, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -138,6 +139,7 @@ def test_what_is_no_address_is_refused_before_anything_is_sent(
     assert "explain wrong-address" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("action", sorted(set(ACTIONS) - HAVE_SOMETHING))
 def test_where_there_is_nothing_it_says_what_to_do_next(
     action: str, empty: AnsweringService, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -171,6 +173,7 @@ def commands(text: str) -> list[list[str]]:
     return [shlex.split(part)[1:] for part in parts if part.startswith("traceloom fleet ")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "action", ["kernels", "regressions", "invest", "findings", "topline", "outliers"]
 )

@@ -128,6 +128,7 @@ WRITES_OVER_ITS_INPUT = [
 ]
 
 
+@pytest.mark.sampled(29)
 @pytest.mark.parametrize("force", [["--force"], []], ids=["by force", "unasked"])
 @pytest.mark.parametrize("arguments", WRITES_OVER_ITS_INPUT, ids=" ".join)
 def test_no_verb_writes_over_what_it_reads(

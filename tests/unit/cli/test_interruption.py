@@ -93,6 +93,7 @@ VERBS = {
 OFTEN = ("link", "record")  # the others take a minute each
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "verb", [v if v in OFTEN else pytest.param(v, marks=pytest.mark.thorough) for v in VERBS]
 )

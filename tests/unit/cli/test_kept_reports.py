@@ -81,7 +81,7 @@ def test_a_kept_report_loads_nothing_that_computes(
     assert {"polars", "numpy"}.isdisjoint(done.stderr.split())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

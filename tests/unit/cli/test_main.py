@@ -172,6 +172,7 @@ def test_explaining_loads_neither_polars_nor_rich_nor_torch(arguments: list[str]
     assert not {"polars", "numpy", "rich", "torch"} & loaded
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", ["--json", "--top 20"])
 def test_a_reader_who_stops_reading_is_no_error(shared_data: Path, form: str) -> None:
     trace = shared_data / "critical_path" / "event_sync.json.gz"

@@ -76,7 +76,7 @@ def files(
 Files = tuple[str, Path, dict[str, Any]]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) -> None:
     choice, _, document = files
     check_report(document)
@@ -98,6 +98,7 @@ def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) 
     assert all(row["total_ns"] == sum(200_000 + 1000 * step for step in steps) for row in gemm)
 
 
+@pytest.mark.sampled(3)
 def test_the_trace_for_perfetto_is_of_the_same_events(files: Files) -> None:
     _, home, document = files
     raw = (home / "r.perfetto.json").read_bytes()
@@ -163,6 +164,7 @@ def without_what_is_of_the_moment(path: Path) -> bytes:
     return raw
 
 
+@pytest.mark.thorough
 def test_files_that_come_from_the_kept_document_are_the_same_bytes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_job_of_more_ranks_is_answered_and_its_files_are_written(
     assert [14, 15] in groups.values()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -22,6 +22,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

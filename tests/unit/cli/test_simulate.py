@@ -166,6 +166,7 @@ def test_every_table_is_a_file(
     assert main([*words, "-o", str(tables)]) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_words_fit(job: Path, machine: str, width: int) -> None:
     lines = [line.plain for line in render_simulation(build_simulation(run(job, machine)), width)]
@@ -184,6 +185,7 @@ def test_the_words_fit(job: Path, machine: str, width: int) -> None:
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("words", "code", "slug"),
     [

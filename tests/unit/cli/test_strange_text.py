@@ -48,7 +48,7 @@ def commands(kind: str, source: Path, home: Path, good: Path) -> list[list[str]]
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_path_that_is_no_utf8_is_no_reason_to_fail(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))

@@ -61,6 +61,7 @@ def test_a_disk_that_fails_is_told(path, tmp_path, monkeypatch, capsys, verb):
     assert "input/output error" in refused(capsys, [verb, str(place), *extra], "unreadable")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("more", [[], ["--json"]])
 def test_a_full_standard_output_is_told(path, more):
@@ -141,6 +142,7 @@ def test_names_that_are_too_long_are_refused(path, tmp_path, capsys, length):
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not ENDLESS.exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize(
     "verb",
@@ -159,7 +161,7 @@ def test_a_device_is_not_read(path, tmp_path, capsys, verb):
         assert "device" in refused(capsys, [verb, str(link), *more.get(verb, [])], "unreadable")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(not ENDLESS.exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize("kind", ["capture", "et", "directory", "host"])
 def test_a_device_beside_good_files_is_not_read(tmp_path, kind):

@@ -73,7 +73,7 @@ def proposed(said: str) -> list[str]:
     return words
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -191,6 +191,7 @@ def test_a_baseline_proposes_to_compare_a_new_run_with_it(here: Path) -> None:
     assert ran(proposed(said)).startswith(("Passed", "Inconclusive", " Passed", " Inconclusive"))
 
 
+@pytest.mark.sampled(2)
 @that_answer
 def test_nothing_is_proposed_where_files_were_written_or_silence_was_asked_for(
     arguments: list[str], here: Path
@@ -203,6 +204,7 @@ def test_nothing_is_proposed_where_files_were_written_or_silence_was_asked_for(
         assert "Next:" not in ran([*arguments, "--quiet"])
 
 
+@pytest.mark.sampled(2)
 @that_answer
 def test_standard_output_is_json_alone_where_that_was_asked_for(
     arguments: list[str], here: Path

@@ -73,6 +73,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_made_workload_is_fit_and_is_what_was_said_of_it(kind: str) -> None:
     said, _ = ran("generate", kind, *KINDS[kind], "-o", "made")
@@ -172,6 +173,7 @@ def test_a_graph_is_written_as_files_of_ranks_that_are_fit(
     assert answered("show", output)["nodes"] > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["rank0.et", "rank0.et.gz", "RANK0.ET"])
 def test_one_rank_is_written_as_one_file(two: list[str], name: str) -> None:
     ran("link", two[0], "-o", name, "--no-law", "-q")

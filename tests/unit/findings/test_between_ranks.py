@@ -109,6 +109,7 @@ def test_four_stages_name_the_three_that_wait_longest() -> None:
     assert [one.total_ns for one in candidate.evidence] == [9_060 * US] * 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("microbatches", "count"), [(1, 2), (2, 3)])
 def test_more_micro_batches_have_smaller_bubbles(microbatches: int, count: int) -> None:
     few, more = (
@@ -213,6 +214,7 @@ def test_a_rank_saves_by_how_much_it_is_late(by_us: int) -> None:
     assert only("straggler", *reducing((0, 0, by_us), ("a", "b", "c"))).saving_ns == by_us * US
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "then", "hosts", "late"),
     [

@@ -154,6 +154,7 @@ def test_a_run_without_a_device_is_as_long_as_its_host() -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_exposed_time_is_that_in_which_no_other_kernel_runs(seed: int) -> None:
     draw = random.Random(seed)

@@ -37,6 +37,7 @@ def plain(ranked: Ranked, earlier_ns: int = 0) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_run_later_has_the_same_findings_later(seed: int) -> None:
     later = findings(Session((odd_trace(seed, shift_us=8.0e9),), "run"))

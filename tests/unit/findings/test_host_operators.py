@@ -40,6 +40,7 @@ def of(ranked: Ranked, slug: str) -> list[Finding]:
     return [finding for finding in ranked.time if finding.slug == slug]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["aten::contiguous", "aten::clone", "aten::to", "aten::reshape"])
 def test_copies_save_what_they_take(name: str) -> None:
     (finding,) = of(run(copies=8, name=name), "host-copies")
@@ -79,6 +80,7 @@ def test_those_that_make_a_batch_are_the_loaders() -> None:
     assert not of(ranked, "tiny-operators")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slug", ["host-copies", "tiny-operators"])
 def test_with_a_device_others_tell_that(slug: str) -> None:
     assert slug in {

@@ -24,6 +24,7 @@ def of_link(found: Ranked) -> list[Finding]:
     return [one for one in found.time if one.slug == "slow-link"]
 
 
+@pytest.mark.thorough
 def test_one_slow_group_is_measured_against_the_other(tmp_path: Path) -> None:
     found, _ = ranked(replace(RECIPE, faults=(SlowLink(3.0, "tensor", (2, 3)),)), tmp_path)
     (one,) = of_link(found)
@@ -42,7 +43,7 @@ def test_without_a_group_to_compare_with_the_link_itself_is_the_measure(tmp_path
     assert all((other.alone_ns or 0) < 0.5 * (one.saving_ns or 0) for other in exposed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -66,12 +67,14 @@ def test_nothing_is_said_where_no_measure_is_known_or_all_is_well(
     assert of_link(found) == []
 
 
+@pytest.mark.thorough
 def test_a_slow_group_between_hosts_is_still_seen_by_its_peers(tmp_path: Path) -> None:
     slow = replace(RECIPE, faults=(SlowLink(6.0, "tensor", (0, 1)),), ranks_per_host=1)
     (one,) = of_link(ranked(slow, tmp_path)[0])
     assert "ranks 0, 1 takes" in one.title
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("schedule", "item"),

@@ -473,6 +473,7 @@ def of_rank(number: int, made: str) -> HandStep:
     return step.op("aten::mm", 5_000, 4_200)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("slug", "amount"),
     [

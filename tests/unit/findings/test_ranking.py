@@ -43,6 +43,7 @@ def candidate(text: str, **more: object) -> Candidate:
     return Candidate(text, (parse(text),), 0.5, "do it", **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_savings_of_all_rules_are_disjoint_and_add_up_to_less_than_the_step(name: str) -> None:
     found = rank(context(name), RULES).time

@@ -204,6 +204,7 @@ def _exchanges(parts: list[int] | None) -> Made:
     return made
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("slug", FOUND)
 def test_a_rule_finds_what_it_is_about(slug: str) -> None:
     found = said(slug, FOUND[slug]().done())
@@ -214,6 +215,7 @@ def test_a_rule_finds_what_it_is_about(slug: str) -> None:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("slug", FOUND)
 def test_a_found_fault_is_in_the_ranked_list(slug: str) -> None:
     assert slug in {one.slug for one in rank(grounded(FOUND[slug]().done()), RULES).time}

@@ -94,6 +94,7 @@ DOWN, UP, UP_PINNED = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("some", "pairs"),
     [
@@ -230,6 +231,7 @@ NO_GARBAGE = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GARBAGE)
 def test_a_collection_saves_the_time_it_takes(name: str) -> None:
     step = HandStep(9_100).op("aten::mm", 0, 100).op("aten::mm", 3_100, 6_000)
@@ -342,7 +344,7 @@ def waiting(call: str, op: str | None, *, behind: float) -> HandStep:
     return step
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slug", WAITS)
 @pytest.mark.parametrize("behind", [1_000, 2_500])
 def test_a_call_that_waits_saves_what_the_host_could_have_done_meanwhile(
@@ -358,6 +360,7 @@ def test_a_call_that_waits_saves_what_the_host_could_have_done_meanwhile(
     assert finding.saving_ns == (behind + 20 - 1) * US
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slug", WAITS)
 def test_one_kind_of_waiting_is_not_told_as_another(slug: str) -> None:
     call, op, _ = WAITS[slug]
@@ -396,6 +399,7 @@ def product(share: float, kernel: str, device: str = "NVIDIA A100-SXM4-80GB") ->
     return step.launched(BUSY, 45, 13 + 10_000 * share, 9_987 - 10_000 * share)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("share", "kernel", "device", "words"),
     [
@@ -665,7 +669,7 @@ def as_made(name: str) -> Ranked:
     return in_order(*MADE[name]())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MADE)
 def test_findings_do_not_depend_on_when_it_was_on_which_stream_or_under_which_rank(
     name: str,
@@ -683,6 +687,7 @@ def test_findings_do_not_depend_on_when_it_was_on_which_stream_or_under_which_ra
     assert sum(saving or 0 for _, _, saving in as_made(name)) <= context_of(*MADE[name]()).step_ns
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in MADE if "rank" in name])
 def test_the_order_in_which_ranks_are_given_says_nothing(name: str) -> None:
     assert in_order(*reversed(MADE[name]())) == as_made(name)

@@ -24,6 +24,7 @@ def changed(tmp_path: Path, **values: Any) -> Path:
     return folder
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("key", "value"),
     [

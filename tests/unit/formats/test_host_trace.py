@@ -194,6 +194,7 @@ def test_groups_before_the_cut_of_their_list_are_kept(tmp_path):
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schema", ["1.0.1", HOST_SCHEMAS[-1]])
 def test_a_file_cut_anywhere_keeps_every_whole_node(tmp_path, schema):
     made = builder(schema, count=2)

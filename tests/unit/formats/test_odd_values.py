@@ -148,6 +148,7 @@ def test_annotated_collectives_have_the_elements_that_their_shapes_say_or_none(
     assert (row["kind"], row["in_elements"], row["in_bytes"]) == ("all_reduce", elements, size)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "text", ["[[1, NaN]]", "[[1, 2", "[1,", "[", "[N/A]", "[[2, 3]] and more", "[" * 5000]
 )

@@ -71,6 +71,7 @@ def served(
     return traceloom.load(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("every_us", [200_000, 3_300])
 def test_a_server_is_told_by_its_requests(tmp_path: Path, every_us: int, threads: bool) -> None:

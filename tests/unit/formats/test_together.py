@@ -114,7 +114,7 @@ WRITTEN: dict[str, Callable[[TraceBuilder], str | bytes]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("how", WRITTEN)
 def test_parts_may_begin_anywhere(how: str, tmp_path: Path, thorough: bool) -> None:

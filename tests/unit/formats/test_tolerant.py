@@ -87,6 +87,7 @@ def kept(trace: Trace | None) -> set[Key]:
     return {(name, start - base, duration) for name, start, duration in rows}
 
 
+@pytest.mark.sampled(1)
 @SEEDS
 @pytest.mark.parametrize("times", [1, 2, 5])
 def test_no_whole_event_is_lost_by_any_damage(tmp_path, times, seed):

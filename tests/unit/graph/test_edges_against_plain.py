@@ -63,6 +63,7 @@ def named(graph: Graph, kind: str) -> set[tuple[str, str, bool, bool, str]]:
     }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_work_of_a_stream_waits_for_what_came_before_it_as_a_plain_loop_says(

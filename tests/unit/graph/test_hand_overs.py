@@ -19,6 +19,7 @@ from traceloom.trace.session import Session
 MS = 1_000_000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("wake_ms", [0.025, 3.0])
 def test_waiting_for_the_loader_saves_what_it_takes_however_late_threads_wake(

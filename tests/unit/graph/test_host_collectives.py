@@ -45,7 +45,7 @@ def test_a_call_that_has_a_device_work_is_not_taken_as_a_whole() -> None:
     assert {"aten::empty", "cudaMemcpyAsync"} <= set(graph.nodes["name"].to_list())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("busy", [False, True])

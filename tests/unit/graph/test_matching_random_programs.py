@@ -113,6 +113,7 @@ def test_the_ops_of_another_program_are_refused() -> None:
     assert caught.value.slug == "host-mismatch"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keys", ["record function id", "none"])
 def test_what_is_shared_is_linked_as_what_is_kept(keys: str, tmp_path: Path) -> None:
     """The two sides are rewritten apart from each other, and still are of one process, with one name for each thing."""

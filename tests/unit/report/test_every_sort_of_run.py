@@ -71,7 +71,7 @@ def written(write: Any, *arguments: Any) -> bytes:
     return handle.getvalue()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @every_sort
 def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort: Sort) -> None:
     document = json.loads(encode(made(sort)[1]))
@@ -81,6 +81,7 @@ def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort
     assert all(entry["reason"].strip() for entry in document["absent"])
 
 
+@pytest.mark.sampled(14)
 @every_sort
 @pytest.mark.parametrize(
     "options", [ReportOptions(), ReportOptions(full=True), FULL], ids=["brief", "full", "only"]
@@ -116,6 +117,7 @@ def test_a_section_that_is_asked_for_shows_something_or_says_why_not(sort: Sort)
             assert "Nothing to show: not recorded" not in body, key
 
 
+@pytest.mark.sampled(5)
 @every_sort
 def test_every_order_of_tables_shows_the_same_rows(sort: Sort) -> None:
     def rows(key: str | None) -> Counter[str]:

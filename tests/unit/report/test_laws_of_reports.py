@@ -60,6 +60,7 @@ def test_when_a_clock_begins_changes_nothing() -> None:
     assert markdown(moved, EVERYTHING) == markdown(usual(), EVERYTHING)
 
 
+@pytest.mark.thorough
 def test_in_which_order_files_are_named_changes_no_number() -> None:
     session = hand_job()
     turned = build(Session(tuple(reversed(session.traces)), "by hand"))
@@ -141,6 +142,7 @@ LINEAR = (
 """Tables in which nothing is told apart by how long it takes."""
 
 
+@pytest.mark.thorough
 def test_what_lasts_longer_is_longer_by_as_much_and_has_the_same_share() -> None:
     times = 7
     slow, fast = tables_of(build(hand_job(times=times))), tables_of(usual())
@@ -246,7 +248,7 @@ def views(session: Session) -> Iterator[tuple[str, str]]:
         yield f"terminal {width}", "\n".join(lines)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", SMALL)
 def test_the_smallest_recordings_have_every_view_and_nothing_is_made_up(what: str) -> None:
     session = Session((SMALL[what]().build(),), "small")
@@ -270,6 +272,7 @@ def test_the_smallest_recordings_have_every_view_and_nothing_is_made_up(what: st
     assert sum(row["count"] for row in document["operators"]) == (what in {"one op", "no time"})
 
 
+@pytest.mark.thorough
 def test_many_ranks_are_all_there_and_add_up() -> None:
     """Twenty ranks, one kernel of its own length on each."""
     ranks = range(20)
@@ -311,6 +314,7 @@ def test_numbers_of_some_steps_are_those_of_the_steps() -> None:
         assert document["ranks"][0]["step_times"]["median_ns"] == 1_000_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "generation", ["2021", pytest.param("rocm", marks=pytest.mark.thorough), "cuspy"]
 )

@@ -414,6 +414,7 @@ def test_the_terminal_says_the_instant_and_the_peak_beside_it() -> None:
     )
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("device", [None, -1, 0, 7, 255])
 @pytest.mark.parametrize("device_type", [0, 1, 6, 99, None])
 def test_a_memory_of_any_kind_and_number_has_a_name_in_every_view(

@@ -63,6 +63,7 @@ def made() -> tuple[Trace, ...]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "steps",
     [pytest.param(None, marks=pytest.mark.thorough), (1, 2)],

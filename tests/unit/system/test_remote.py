@@ -123,7 +123,7 @@ def test_what_has_not_changed_keeps_its_copy_and_no_cache_fetches_it_again(
     assert path.stat().st_ino != kept
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "command",
     [

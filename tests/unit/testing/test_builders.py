@@ -91,6 +91,7 @@ def test_every_event_comes_back_with_its_times_and_its_lane(generation: str) -> 
     assert found == [(name, kind, start - written, *rest) for name, kind, start, *rest in expected]
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("generation", GENERATIONS)
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:12])
 def test_a_name_of_any_letters_is_json_and_comes_back(generation: str, name: str) -> None:

@@ -97,6 +97,7 @@ EVENT_CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS[:4])
 def test_a_trace_is_wrong_exactly_where_a_row_breaks_a_law(seed: int) -> None:
     whole, chance, broken = odd_trace(seed), random.Random(seed), set()

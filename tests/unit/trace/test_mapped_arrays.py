@@ -199,6 +199,7 @@ def test_blocks_are_used_again_and_have_no_names(tmp_path):
     assert mapped_arrays.copy_to_disk(VALUES).ctypes.data == address
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.data
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypatch):
@@ -216,6 +217,7 @@ def test_a_real_trace_on_disk_is_the_trace_in_memory(name, shared_data, monkeypa
     outside.check()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.data
 @pytest.mark.parametrize("name", ["a100_ddp_nccl", "h100_qwen_0.5b", "mi300_vllm_piecewise_graphs"])
 def test_a_saved_trace_comes_back_on_disk(name, shared_data, tmp_path, monkeypatch):

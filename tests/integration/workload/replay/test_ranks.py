@@ -194,6 +194,7 @@ def test_all_kinds_of_collectives_give_what_they_should(world: int) -> None:
         assert one.stand_ins.to_dicts() == []
 
 
+@pytest.mark.thorough
 def test_groups_are_cut_to_the_ranks_that_run() -> None:
     replayed = replay(plan_of(4, running=(0, 2)), RunOptions(iterations=1, ranks=(0, 2)))
     assert replayed is not None
@@ -206,6 +207,7 @@ def test_groups_are_cut_to_the_ranks_that_run() -> None:
         )
 
 
+@pytest.mark.thorough
 def test_one_process_alone_leaves_communication_out_or_takes_its_time() -> None:
     replayed = replay(plan_of(2, running=(1,)), ONCE)
     assert replayed is not None
@@ -291,6 +293,7 @@ def test_ranks_that_the_plan_does_not_have_are_refused() -> None:
     assert caught.value.hint == "it has 2 ranks: 0, 1"
 
 
+@pytest.mark.thorough
 def test_a_replay_can_be_recorded_and_replayed_again(tmp_path: Path) -> None:
     plan = ReplayPlan(
         {rank: all_reduces(rank, [4, 8]) for rank in range(2)}, groups(2), world_size=2, threads=1

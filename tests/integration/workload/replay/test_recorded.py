@@ -145,6 +145,7 @@ def indices() -> Steps:
     return steps
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("level", ["outermost", "leaf"])
 @pytest.mark.parametrize(
     "made", [packed_sequences, images, bags, masked_attention, half_precision, indices]

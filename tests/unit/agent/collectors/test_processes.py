@@ -323,6 +323,7 @@ def test_new_processes_that_there_is_no_time_for_wait(tree: HostTree) -> None:
     assert processes.waiting == 0
 
 
+@pytest.mark.thorough
 def test_twenty_thousand_processes(tree: HostTree) -> None:
     for pid in range(1000, 20_800):
         at = tree.proc / str(pid)

@@ -28,6 +28,7 @@ def functions_of(code: CodeType) -> list[CodeType]:
     return [code, *(function for constant in inner for function in functions_of(constant))]
 
 
+@pytest.mark.sampled(2)
 @current
 @pytest.mark.parametrize(
     "module", [ast, asyncio.base_events, re, subprocess], ids=lambda module: module.__name__

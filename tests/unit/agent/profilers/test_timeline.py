@@ -240,6 +240,7 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (known.slug, known.told) == ("expired", [])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "slug"),
     [
@@ -369,6 +370,7 @@ def test_a_common_start_is_told_and_measured(place: Path) -> None:
     assert abs(outcome.facts["skew_ns"] - late_ns) < 2_000_000
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "damaged"])
 def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
     place: Path, monkeypatch: pytest.MonkeyPatch, is_kept: bool

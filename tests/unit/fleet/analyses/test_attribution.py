@@ -67,6 +67,7 @@ def owned(fleet: MadeFleet) -> pl.DataFrame:
     return compute_ownership_periods(fleet.jobs.lazy(), NOBODY)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["division", "product", "model", "user", "framework"])
 @pytest.mark.parametrize("table", ["usage_minute", "usage_hour"])
 def test_hours_of_owners_are_those_that_were_planted(

@@ -283,6 +283,7 @@ def test_empty_tables_have_no_series() -> None:
     assert (empty.changes.height, empty.series, empty.short) == (0, 0, 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("jobs", [(6, 9), (25, 40), (41, 30)], ids=["few", "odd-and-even", "odd"])
 def test_intervals_are_those_of_samples_that_are_drawn_one_by_one(jobs: tuple[int, int]) -> None:
     chance = np.random.default_rng(sum(jobs))

@@ -124,7 +124,7 @@ def test_everything_ends_now(demo: Filled) -> None:
     assert captures["start_ns"].max() > demo.now_ns - 8 * 3600 * 10**9  # type: ignore[operator]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", ["recommender", "assistant", "vision", "speech"])
 def test_the_rows_of_a_capture_are_what_its_file_says(demo: Filled, model: str) -> None:
     captures = (

@@ -153,6 +153,7 @@ def test_heartbeats_are_answered_live_and_make_rows_of_jobs(
         ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_change_is_a_row_once_however_often_it_is_committed(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -275,6 +275,7 @@ def test_what_is_not_there_is_not_found(fleet: Fleet, route: FleetRoute) -> None
             fleet.check(route, answer, odd)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "route", [route for route in ROUTES if route.body], ids=lambda route: route.path
 )
@@ -316,6 +317,7 @@ SENT: dict[str, dict[str, Any]] = {
 """What is else in a body, so that the one odd field is what it is refused for."""
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "route", [route for route in ROUTES if route.parameters], ids=lambda route: route.path
 )
@@ -396,6 +398,7 @@ def changed(value: object) -> Iterator[object]:
             yield copied
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", WHOLE)
 def test_whatever_stands_inside_a_body_is_no_defect(fleet: Fleet, path: str) -> None:
     route = next(of for of in ROUTES if of.body is type(WHOLE[path]) and of.method == "POST")

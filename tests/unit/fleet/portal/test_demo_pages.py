@@ -140,6 +140,7 @@ def alike(path: str) -> tuple[str, ...]:
     return (place, "table") if names & {"table", "sort", "leaf"} else (place, *sorted(names))
 
 
+@pytest.mark.thorough
 def test_every_link_leads_to_something_that_is_there(reader: Reader, paths: dict[str, str]) -> None:
     waiting, seen, kinds = deque(["/"]), {"/"}, Counter[tuple[str, ...]]()
     reached: set[str] = set()
@@ -531,6 +532,7 @@ def test_the_state_of_a_page_is_its_address(reader: Reader) -> None:
     assert {row["kernel"].partition("_")[0] for row in heads} == {"recommender"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("role", ROLES)
 def test_pages_are_shown_to_those_whose_role_may_read_them(
     demo: DemoService, reader: Reader, paths: dict[str, str], role: str
@@ -570,6 +572,7 @@ def test_a_name_that_nothing_has_is_refused_in_words(reader: Reader, name: str) 
         assert "<script>" not in seen.text
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "query",
     [

@@ -227,6 +227,7 @@ def test_who_tries_often_has_to_wait(service: RunningService) -> None:
     assert service.signed_in(), "another address need not wait"
 
 
+@pytest.mark.thorough
 def test_a_page_whose_answer_takes_long_says_so_and_asks_again(tmp_path: Path) -> None:
     service = RunningService(tmp_path, command=patient(0))
     try:

@@ -76,7 +76,7 @@ def time_of(tables: Tables, by: str, **wanted: Any) -> Counter[str]:
     return Counter({row["values"][0]: row["device_ms"] for row in rows if row["values"]})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PAGED)
 def test_the_pages_of_every_question_are_the_pieces_of_its_answer(
     tables: Tables, name: str
@@ -142,6 +142,7 @@ def test_a_curve_adds_up_to_what_it_is_of(tables: Tables, over: str) -> None:
         assert sum(part["energy_mj"] or 0 for part in parts) == (row["energy_mj"] or 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["division", "user", "model"])
 def test_filters_by_each_value_part_the_whole(tables: Tables, name: str) -> None:
     days = {"since": hour(0), "until": hour(72)}
@@ -190,6 +191,7 @@ def test_two_filters_keep_what_both_keep(tables: Tables) -> None:
             )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "wanted", [{"job": "nobody"}, {"division": "*?*none"}, {"host": "elsewhere"}]
 )

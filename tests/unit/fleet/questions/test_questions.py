@@ -113,6 +113,7 @@ def test_small_parts_stand_together_and_the_sum_stays(fleet: AnsweringService) -
     assert sum(row["device_ms"] for row in days if not row["values"]) == rows[0]["device_ms"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wanted", "jobs"),
     [

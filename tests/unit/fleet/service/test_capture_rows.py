@@ -122,6 +122,7 @@ class TestPublicTraces:
         hold(load(DATA / "kineto" / f"{name}.json.gz"))
 
 
+@pytest.mark.thorough
 def test_rows_of_a_made_job_of_several_ranks() -> None:
     run = parallel_job(ParallelRecipe(data=2, tensor=2, steps=2)).run()
     tables = hold(Session(tuple(builder.build() for builder in run.traces()), "made"))

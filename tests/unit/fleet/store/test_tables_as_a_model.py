@@ -29,6 +29,7 @@ def start_ns(day: date) -> int:
     return int(datetime(day.year, day.month, day.day, tzinfo=timezone.utc).timestamp()) * 10**9
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_captures_come_again_and_days_pass(tmp_path: Path, seed: int) -> None:
     order, tables = random.Random(seed), Tables(str(tmp_path))

@@ -38,6 +38,7 @@ class WholeDocument(TypedDict):
     by_name: dict[str, InnerValue]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "path",
     [

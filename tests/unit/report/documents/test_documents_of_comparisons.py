@@ -38,7 +38,7 @@ of_every_sort = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @of_every_sort
 def test_comparisons_are_of_their_type(sort: Callable[[], Session]) -> None:
     one, other = sort(), run("work", 20, "H100")

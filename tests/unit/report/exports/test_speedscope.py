@@ -205,6 +205,7 @@ def test_every_stack_of_a_random_run_has_its_time(traces: list[TraceBuilder]) ->
     check_times(of(*traces))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sort", [training, several_devices, hostile], ids=lambda sort: sort.__name__
 )

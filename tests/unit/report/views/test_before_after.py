@@ -161,6 +161,7 @@ def test_both_critical_paths_lie_on_the_lanes_of_their_side(unpacked: Unpack) ->
         assert stretches == sorted(stretches, key=lambda one: one[1])
 
 
+@pytest.mark.thorough
 def test_the_line_of_a_path_is_parted_where_it_goes_over_ranks_that_are_not_drawn(
     unpacked: Unpack,
 ) -> None:
@@ -259,6 +260,7 @@ def large(count: int) -> Graph:
     return calibrate(join_ranks([link_rank(made.build())]))
 
 
+@pytest.mark.thorough
 def test_the_page_stays_small_and_its_names_are_text(unpacked: Unpack) -> None:
     graph = large(60_000)
     changes = [parse("kernels * 0.5")]

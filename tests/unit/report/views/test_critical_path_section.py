@@ -90,6 +90,7 @@ def test_ranks_that_cannot_be_told_apart_are_a_reason_not_a_failure() -> None:
     assert "do not say their rank" in reason
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_the_tables_fit_the_terminal(width: int) -> None:
     lines = [line.plain for line in terminal(build(job(), ONLY), ONLY, width)]
@@ -146,6 +147,7 @@ def test_without_a_path_the_timeline_has_none(
     assert header["path"] is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [one_rank, job])
 def test_the_exported_trace_has_a_track_of_the_path_and_arrows_along_it(
     make: Callable[[], Session],

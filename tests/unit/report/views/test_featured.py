@@ -31,6 +31,7 @@ def test_few_ranks_are_all_shown() -> None:
     assert choose(run.build(session, CORE), session) is None
 
 
+@pytest.mark.thorough
 def test_of_many_ranks_the_slowest_the_median_and_the_fastest_are_shown(
     many: tuple[Session, dict[str, Any]],
 ) -> None:
@@ -57,6 +58,7 @@ def test_the_rank_that_is_to_blame_comes_first(many: tuple[Session, dict[str, An
     assert 6 in found.positions
 
 
+@pytest.mark.thorough
 def test_a_usual_step_is_shown_where_none_is_unusual() -> None:
     session = session_of(data=9)
     made = run.build(session, CORE)

@@ -458,7 +458,7 @@ def test_a_recording_shows_its_command_cost_and_steps(
     ] == [1] * 4
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "capture", [[], "x", {"run": 3, "ranks": [{"steps": {"duration_ns": 3}}]}, {"ranks": None}]
 )

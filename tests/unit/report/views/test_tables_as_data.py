@@ -44,6 +44,7 @@ def test_a_table_is_written_as_the_document_has_it(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_directory_holds_all_tables(ending: str, tmp_path: Path) -> None:
     out = tmp_path / "tables"
@@ -120,6 +121,7 @@ def test_a_real_notebook_shows_one_page_and_a_short_text(tmp_path: Path) -> None
     assert "<table" in kernels["text/html"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "begins"), [("kernels.PARQUET", b"PAR1"), ("kernels.Csv", b"name,")]
 )

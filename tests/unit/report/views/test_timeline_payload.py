@@ -76,7 +76,7 @@ def events_in(session: Session) -> Counter[tuple[Any, ...]]:
     return out
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.data
 @pytest.mark.parametrize("file", FILES)
 def test_the_payload_equals_the_trace(shared_data: Path, unpacked: Unpacked, file: str) -> None:
@@ -99,6 +99,7 @@ def test_several_ranks_stand_one_after_the_other(shared_data: Path, unpacked: Un
     assert [rank["rank"] for rank in header["ranks"]] == [0, 3]
 
 
+@pytest.mark.thorough
 @pytest.mark.data
 def test_an_event_costs_less_than_fifteen_bytes(shared_data: Path) -> None:
     view = build(load(str(shared_data / "kineto/h100_owlv2.json.gz")), set(), [])

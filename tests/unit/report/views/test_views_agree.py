@@ -59,7 +59,7 @@ def reads_as(column: Col, text: str, value: Any) -> bool:
     return figure(text).holds(float(value))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @every_sort
 def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
     compared = rows = 0
@@ -93,7 +93,7 @@ def test_numbers_on_a_terminal_are_those_of_the_document(sort: Sort) -> None:
     assert compared >= 0.9 * rows
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(2)
 @every_sort
 def test_the_page_has_the_rows_and_numbers_of_the_document_as_they_are(sort: Sort) -> None:
     drawn = rows_of_page(sort)

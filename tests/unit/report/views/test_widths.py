@@ -113,7 +113,7 @@ def shown(lines: Lines, columns: int, monkeypatch: pytest.MonkeyPatch) -> list[s
     return stream.getvalue().splitlines()
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @every_name
 @every_view
 def test_no_line_is_wider_than_the_terminal_and_none_steers_it(

@@ -311,7 +311,7 @@ HEADER: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @everywhere
 def test_no_secret_of_an_event_survives(run: Anonymise, tmp_path: Path, policy: Policy) -> None:
     events = EVENTS + [made for event in EVENTS for made in planted(event)]
@@ -324,6 +324,7 @@ def test_no_secret_of_an_event_survives(run: Anonymise, tmp_path: Path, policy: 
     )  # it is not empty that is safe
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("unmeasured")
 @two
@@ -478,7 +479,7 @@ FLAT: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @everywhere
 @pytest.mark.parametrize("nodes", [NODES, [FLAT]], ids=["nested", "flat"])
 def test_no_secret_of_a_host_trace_survives(

@@ -66,6 +66,7 @@ def numbers(frame: pl.DataFrame, *, sizes: bool) -> Counter[Any]:
     return Counter(frame.select(columns).rows())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", [6])
 def test_every_analysis_says_the_same_in_numbers(seed: int, policy: str) -> None:
@@ -118,6 +119,7 @@ def test_the_graph_of_what_is_shared_has_the_same_nodes_and_edges(seed: int) -> 
     assert edges[0] == edges[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_what_should_be_mended_is_the_same_with_the_same_savings(seed: int) -> None:
     ranked = [findings(Session((trace,), "run")) for trace in before_and_after(seed, "exact")[:2]]

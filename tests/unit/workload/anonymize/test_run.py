@@ -70,6 +70,7 @@ def verdicts(outcome: run_module.Anonymized) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_ranks_stay_a_run_and_every_analysis_says_the_same(run: Anonymise, tmp_path: Path) -> None:
     outcome = run(*ranks(tmp_path / "in"))
     session = load(outcome.output, cache=False)
@@ -389,6 +390,7 @@ def test_a_recorded_run_stays_a_recorded_run(run: Anonymise, tmp_path: Path) -> 
     assert "command" not in entry
 
 
+@pytest.mark.thorough
 def test_the_command_prints_both_reports(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

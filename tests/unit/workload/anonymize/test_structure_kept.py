@@ -213,7 +213,7 @@ WORDS = (
 )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "policy",
     [*POLICIES.values(), Policy(structure="collapse"), Policy(shapes="drop", stacks="drop")],
@@ -393,6 +393,7 @@ def nodes_of(folder: Path) -> list[list[Node]]:
     return out
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("target", ["chakra", "astra-sim"])
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_a_workload_breaks_the_same_rules_before_and_after(

@@ -624,6 +624,7 @@ def test_random_graphs_are_accepted_and_keep_their_order(tmp_path: Path) -> None
                 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.data
 @pytest.mark.parametrize("gpu_only", [False, True])
 def test_dlrm_of_eight_ranks_is_accepted_and_gives_back_the_measured_time(

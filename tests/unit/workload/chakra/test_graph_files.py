@@ -58,6 +58,7 @@ def named(graph: Graph, name: str, rank: int = 0) -> Node:
     return next(node for node in convert_to_messages(graph, rank)[1] if node.name == name)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_a_graph_comes_back_as_it_was(tmp_path: Path, ranks: int) -> None:
     graph = small_graph(ranks)

@@ -219,6 +219,7 @@ def broken(home: Path, target: Target = "chakra") -> dict[str, Problem]:
     return {problem.rule: problem for problem in validate(home, target=target).problems}
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("rule", CASES)
 def test_what_breaks_a_rule_is_found_and_what_does_not_is_left_alone(
     rule: str, tmp_path: Path
@@ -597,6 +598,7 @@ def test_whatever_the_files_hold_there_is_a_verdict(ranks: list, target: Target)
         assert all(problem.rule in RULES for problem in verdict.problems)
 
 
+@pytest.mark.thorough
 def test_a_file_cut_anywhere_is_damaged_or_refused(tmp_path: Path) -> None:
     write_set(tmp_path, [node(1), collective(2, deps=[1])])
     path = tmp_path / "w.0.et"

@@ -113,6 +113,7 @@ CASES: dict[str, tuple[str, list[Any], list[tuple[str, Shape]], list[Shape]]] = 
 }
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_runs_on_what_is_made_for_it(name: str) -> None:
     op, arguments, outside, shapes = CASES[name]

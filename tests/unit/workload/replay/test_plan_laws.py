@@ -150,6 +150,7 @@ def changed(rows: dict[str, list[dict[str, Any]]], chance: random.Random) -> tup
     return name, column
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_plan_is_refused_where_a_row_says_that_it_cannot_run(seed: int) -> None:
     plan = random_plan(seed)

@@ -220,6 +220,7 @@ def test_the_time_of_a_rank_is_divided_as_its_spans_lie(seed: int, tmp_path: Pat
         assert row["other_ns"] == row["end_ns"] - 4 * len(communicating | computing)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_ids_and_the_order_of_independent_files_do_not_matter(seed: int, tmp_path: Path) -> None:
     """Ranks exchanged are ranks exchanged in the answer; ids far apart are ids all the same."""

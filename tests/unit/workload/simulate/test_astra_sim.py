@@ -55,6 +55,7 @@ def test_as_a_whole_and_message_by_message(
         assert None not in whole
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("topology", ["Ring", "Switch"])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("ranks", [5, 12])

@@ -50,6 +50,7 @@ def end_of(home: Path, kind: str, network: object, system: object, ranks: int, s
     return ends.pop()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("delay", [1, 25])
 @pytest.mark.parametrize("topology", ["Ring", "Switch", "FullyConnected"])
 @pytest.mark.parametrize("ranks", [3, 8])

@@ -137,6 +137,7 @@ def test_planted_times_come_back_by_kind_span_and_group() -> None:
     assert answer.machine.dimensions[0].bandwidth == pytest.approx(210, rel=0.05)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("late_us", [0, 4000])
 def test_late_arrivals_and_noise_do_not_move_the_fit(late_us: float, noise: float) -> None:
@@ -214,6 +215,7 @@ def test_the_machine_reads_back_and_says_what_lies_outside_of_what_was_measured(
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_takes_as_long_on_the_machine_fitted_to_it(seed: int) -> None:
     late = {1: 600.0} if seed else {}
@@ -296,6 +298,7 @@ def eight() -> Session:
     return job(EIGHT, ranks=8, per_host=4, sizes=[1 << 14, 1 << 18, 1 << 22], times=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4), (1, 2, 6)])
 def test_hosts_of_ranks_that_were_not_recorded_follow_from_the_devices_that_others_see(
     eight: Session, ranks: tuple[int, ...]

@@ -119,6 +119,7 @@ def test_a_planted_job_takes_as_long_as_on_the_other_device(there: Device) -> No
     assert not set(kernels["rule"]) - set(RULES)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "recipe",
     [

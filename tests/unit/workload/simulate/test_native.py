@@ -77,6 +77,7 @@ def ring_on_a_switch(bandwidth: float, latency: float) -> Time:
     return time_ns
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "recipe",
     [

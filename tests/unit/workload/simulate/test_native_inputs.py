@@ -118,7 +118,7 @@ def order_of(schedule: str, stage: int, stages: int, count: int) -> list[tuple[s
     return order
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize(("stages", "count"), [(2, 1), (2, 5), (4, 3), (4, 8)])
 @pytest.mark.parametrize(("size", "latency"), [(0, 0), (80_000, 500), (8_000_000, 20_000)])

@@ -330,6 +330,7 @@ NETWORKS = [
 ]
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "dimensions", NETWORKS, ids=lambda dimensions: "-".join(part.topology for part in dimensions)
 )

@@ -100,6 +100,7 @@ def joined(
     return Machine((Dimension(topology, ranks, rate, latency),))  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "tree"])
 @pytest.mark.parametrize(
     ("topology", "links", "forms"),
@@ -211,6 +212,7 @@ def test_where_nothing_is_named_kinds_and_sizes_have_their_usual_algorithm(tmp_p
     ]  # three in one host, one in the other
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "tree", "double-tree"])
 def test_units_of_time_and_bytes_can_be_exchanged(algorithm: str, tmp_path: Path) -> None:
     """Three times the latency at a third of the bandwidth is three times as long; so is twice of bytes and rate alike."""

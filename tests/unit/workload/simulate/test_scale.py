@@ -37,7 +37,7 @@ def test_ranks_are_digits_of_places_and_copies() -> None:
     assert all(axis.rank(axis.position(rank), axis.copy(rank)) == rank for rank in range(16))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "ranks", "asked", "slug"),
     [
@@ -83,7 +83,7 @@ COPIED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", COPIED)
 def test_one_copy_without_variation_answers_as_all_of_them(name: str) -> None:
     ranks, options, count = COPIED[name]

@@ -131,6 +131,7 @@ def test_draws_of_a_step_lie_around_their_quantiles(job: ShownJob) -> None:
     assert "wait for the slowest rank" in answer.sentence
 
 
+@pytest.mark.thorough
 def test_a_machine_that_names_a_device_computes_with_it_at_every_scale(folder: Path) -> None:
     """As `--machine` does at the recorded size: the network and the device are the machine's."""
     evaluator = SweepEvaluator(SweepQuestion((str(folder),), machine="dgx-a100", draws=5))
@@ -148,6 +149,7 @@ def test_a_machine_that_names_a_device_computes_with_it_at_every_scale(folder: P
     assert steps[0] / steps[1] == pytest.approx(whole[0] / whole[1], rel=0.1)
 
 
+@pytest.mark.thorough
 def test_work_stays_where_nobody_knows_the_recorded_device(folder: Path, tmp_path: Path) -> None:
     link_session(load(folder)).save(
         tmp_path / "job.graph"

@@ -252,6 +252,7 @@ def test_memory_grows_with_what_is_on_its_way() -> None:
     assert many - few == (8 - 2) * 2 * layer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
