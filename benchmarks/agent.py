@@ -244,7 +244,7 @@ def rules() -> None:
     """300 rules, each for a job of its own, among 7,400 series delivered every 10 s and looked at
     each second.
     """
-    board = Snapshot()
+    host_snapshot = Snapshot()
     of_jobs = [
         MetricRule(name=f"r{n}", metric="gpu_flops", below=-1.0, for_seconds=30.0) for n in range(2)
     ]
@@ -258,7 +258,7 @@ def rules() -> None:
         )
         for job in range(298)
     ]
-    values = SeriesValues(board, [match_rule_series(rule) for rule in of_jobs])
+    values = SeriesValues(host_snapshot, [match_rule_series(rule) for rule in of_jobs])
     watches = [MetricWatch(rule, values, lambda _: True) for rule in of_jobs]
     fresh, quiet = [], []
     for tick in range(200):
@@ -268,7 +268,7 @@ def rules() -> None:
                 Reading("dataloader_wait_seconds_total", (f"{n // 8}", f"{n % 8}"), tick)
                 for n in range(2400)
             ]
-            board.put(
+            host_snapshot.put(
                 "jobs",
                 [*waits, *(Reading("process_threads", (f"{n}",), 1.0) for n in range(5000))],
                 now_ns,

@@ -29,7 +29,7 @@ import polars as pl
 
 from traceloom.analyze.memory_answers import build_allocations, explain
 from traceloom.analyze.memory_owners import iterate_block_tables
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, build_empty_frame
 
 LIMIT_SECONDS = 20
 LIMIT_SCOPE_US = 1.0
@@ -69,7 +69,7 @@ def made(events: int) -> Trace:
         [np.zeros(steps + scopes, dtype=np.int64), np.ones(ops, dtype=np.int64)]
     )[order]
     step = (start[order] // (SCOPES_PER_STEP * OPS_PER_SCOPE * 1000)).astype(np.int32)
-    frame = make_empty_frame("events")
+    frame = build_empty_frame("events")
     count = order.size
     columns: dict[str, Any] = {
         name: pl.repeat(None, count, dtype=kind, eager=True) for name, kind in frame.schema.items()
@@ -111,7 +111,7 @@ def made(events: int) -> Trace:
             "end_ns": np.append(step_start[1:], end.max()),
         }
     )
-    frames = {name: make_empty_frame(name) for name in SCHEMAS}
+    frames = {name: build_empty_frame(name) for name in SCHEMAS}
     frames |= {
         "events": pl.DataFrame(columns).select(frame.columns).cast(dict(frame.schema)),
         "lanes": lanes,

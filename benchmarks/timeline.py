@@ -24,7 +24,7 @@ from playwright.sync_api import Page, sync_playwright
 from traceloom.report.views.page import render_report_page
 from traceloom.report.views.timeline import build
 from traceloom.trace.session import Session
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, build_empty_frame
 
 THREADS, DEPTH, STREAMS = 8, 4, 8
 SPAN_NS = 2_000_000_000
@@ -103,7 +103,7 @@ def session(count: int) -> Session:
         for n, t in SCHEMAS["events"].items()
         if n not in events.columns
     ]
-    frames_by_name = {name: make_empty_frame(name) for name in SCHEMAS}
+    frames_by_name = {name: build_empty_frame(name) for name in SCHEMAS}
     frames_by_name["events"] = (
         events.with_columns(missing).select(list(SCHEMAS["events"])).cast(SCHEMAS["events"])
     )

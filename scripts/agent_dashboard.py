@@ -372,7 +372,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 }
 
 
-def board() -> Board:
+def host_snapshot() -> Board:
     """The whole dashboard."""
     return Board(
         title="Traceloom: hosts, devices and jobs",
@@ -389,4 +389,4 @@ def board() -> Board:
 
 
 if __name__ == "__main__":
-    sys.exit(write_or_check(BOARD, json.dumps(board().drawn(), indent=1) + "\n"))
+    sys.exit(write_or_check(BOARD, json.dumps(host_snapshot().drawn(), indent=1) + "\n"))

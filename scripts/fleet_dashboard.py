@@ -154,7 +154,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
 }
 
 
-def board() -> Board:
+def host_snapshot() -> Board:
     """The whole dashboard."""
     return Board(
         title="Traceloom: the fleet's service",
@@ -171,4 +171,4 @@ def board() -> Board:
 
 if __name__ == "__main__":
     BOARD.parent.mkdir(parents=True, exist_ok=True)
-    sys.exit(write_or_check(BOARD, json.dumps(board().drawn(), indent=1) + "\n"))
+    sys.exit(write_or_check(BOARD, json.dumps(host_snapshot().drawn(), indent=1) + "\n"))

@@ -1,4 +1,4 @@
-"""The agent: its routes for every role, from a board that does not change, and the verbs that call
+"""The agent: its routes for every role, from a snapshot that does not change, and the verbs that call
 it.
 """
 

@@ -264,7 +264,7 @@ class Fleet:
         tasks = self.state.counts()
         return not (
             any(tasks[state] for state in ("received", "checked", "analysed"))
-            or self.state.rows_wait(minutes=True)
+            or self.state.has_rows_to_commit(minutes=True)
         )
 
     def _leads(self) -> bool:

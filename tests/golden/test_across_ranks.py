@@ -138,7 +138,7 @@ def test_two_ranks_of_128_are_said_to_be_a_part_and_not_guessed_together() -> No
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", ALL)
 def test_the_account_of_every_trace_adds_up_at_every_moment(path: str) -> None:
-    part = analyze.rank_part(load(DATA / path).traces[0])
+    part = analyze.summarize_rank(load(DATA / path).traces[0])
     book = part.ledger
     assert (book.sums.sum(axis=1) == book.time_ns - book.time_ns[0]).all()
     assert (np.diff(book.sums, axis=0) >= 0).all()

@@ -38,7 +38,7 @@ def collectives(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def made(kind: str, ranks: int, size: int) -> list[RankNodes]:
         home = tmp_path_factory.mktemp("collective") / "set"
-        return astra_sim.nodes_of(astra_sim.one_collective(home, kind, ranks, size))
+        return astra_sim.node_mask(astra_sim.one_collective(home, kind, ranks, size))
 
     return made
 
@@ -58,7 +58,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def read(name: str) -> tuple[list[RankNodes], Any]:
         workload = astra_sim.workload(home / name)
-        return astra_sim.nodes_of(workload), workload.groups.members
+        return astra_sim.node_mask(workload), workload.groups.members
 
     return read
 
@@ -131,7 +131,7 @@ def test_the_validated_example_with_two_chunks_under_way(tmp_path: Path) -> None
     network = astra_sim.network("Switch", "8", "400", "936.25")
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 8, 1 << 20)
     system = astra_sim.system(splits=4, active_chunks=2, local_mem_bw=3350.0)
-    assert set(astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True)) == {
+    assert set(astra_sim.ends(astra_sim.node_mask(read), None, network, system, aware=True)) == {
         57_426
     }
 

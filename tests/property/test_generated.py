@@ -27,7 +27,7 @@ from traceloom.workload.chakra.generate import (
 )
 from traceloom.workload.chakra.graph_read import read_graph
 from traceloom.workload.chakra.validate import validate
-from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM
 
 QUICK = settings(deadline=None)
 SEND, RECEIVE, COLLECTIVE = (
@@ -44,7 +44,9 @@ FLOWS = {
     "reduce": lambda n: {(a, 0) for a in range(n)},
     "gather": lambda n: {(a, 0) for a in range(n)},
 }
-ALGORITHMS = [(algorithm, kind) for algorithm, kinds in KINDS_OF.items() for kind in kinds]
+ALGORITHMS = [
+    (algorithm, kind) for algorithm, kinds in KINDS_BY_ALGORITHM.items() for kind in kinds
+]
 
 
 def tables(generated: Generated) -> list[NodeFrame]:

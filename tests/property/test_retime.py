@@ -18,7 +18,7 @@ from support.strategies import builders
 from traceloom.errors import InvariantError
 from traceloom.formats import load
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import (
     find_binding_edges,
     find_critical_path,
@@ -46,7 +46,7 @@ def graphs(draw: Any, most: int = 10) -> Graph:
     rows = [
         {
             "node": node,
-            "kind": draw(st.sampled_from(gs.NODE_KINDS)),
+            "kind": draw(st.sampled_from(graph_schema.NODE_KINDS)),
             "name": draw(st.sampled_from(["a", "b"])),
             "rank": 0,
             "lane": draw(st.none() | st.integers(0, 2)),
@@ -73,7 +73,7 @@ def graphs(draw: Any, most: int = 10) -> Graph:
         {
             "source": low // 2,
             "target": high // 2,
-            "kind": draw(st.sampled_from(gs.EDGE_KINDS)),
+            "kind": draw(st.sampled_from(graph_schema.EDGE_KINDS)),
             "evidence": "inferred",
             "from_end": low % 2 == 1,
             "to_end": high % 2 == 1,
@@ -85,7 +85,10 @@ def graphs(draw: Any, most: int = 10) -> Graph:
     ]
     frames = {"nodes": rows, "edges": edges, "lanes": [{"lane": lane} for lane in range(3)]}
     return Graph(
-        **{name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()}
+        **{
+            name: pl.DataFrame(rows, schema=graph_schema.GRAPH_SCHEMAS[name])
+            for name, rows in frames.items()
+        }
     )
 
 
@@ -200,7 +203,7 @@ def test_points_that_wait_for_each_other_are_refused(graph: Graph, data: Any) ->
         "to_end": False,
     }
     circle = pl.DataFrame(
-        [back | {"delay_ns": 0, "residual_ns": 0}], schema=gs.GRAPH_SCHEMAS["edges"]
+        [back | {"delay_ns": 0, "residual_ns": 0}], schema=graph_schema.GRAPH_SCHEMAS["edges"]
     )
     broken = replace(graph, edges=pl.concat([graph.edges, circle]))
     with pytest.raises(InvariantError) as refused:

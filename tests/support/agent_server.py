@@ -1,4 +1,4 @@
-"""A small agent for tests of what is asked over HTTP and published: a board written by hand, and real listeners."""
+"""A small agent for tests of what is asked over HTTP and published: a snapshot written by hand, and real listeners."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def process(
 
 def full_board() -> Snapshot:
     """Every metric that is declared has a series: of two devices, a partition, two jobs of two users."""
-    board = Snapshot()
+    host_snapshot = Snapshot()
     now = time.time_ns()
-    board.devices = {
+    host_snapshot.devices = {
         "GPU-0": Device(
             uuid="GPU-0",
             index="0",
@@ -97,21 +97,21 @@ def full_board() -> Snapshot:
         process(11, ANNA, "slurm-7", 0),
         process(22, BERT, "slurm-8", 1, steps_per_second=2.0),
     )
-    board.processes = {anna.key: anna, bert.key: bert}
-    board.device_processes = [
+    host_snapshot.processes = {anna.key: anna, bert.key: bert}
+    host_snapshot.device_processes = [
         DeviceProcess(device="GPU-0", pid=11),
         DeviceProcess(device="GPU-1", pid=22),
     ]
-    board.events = [
+    host_snapshot.events = [
         DeviceEvent(at_ns=now, device="GPU-0", kind="xid", code=79, text="fell off the bus")
     ]
-    board.oom_kills = [
+    host_snapshot.oom_kills = [
         OomKill(
             at_ns=now + 1, cgroup="/slurm-7", job="slurm-7", uid=ANNA, kills=2, limit_bytes=10**9
         ),
         OomKill(at_ns=now + 2, cgroup="/shared", job="", uid=None, kills=1),
     ]
-    board.collectors["all"] = CollectorStatus("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
+    host_snapshot.collectors["all"] = CollectorStatus("all", 10.0, ran_ns=now, seconds=0.01, runs=1)
     values = {
         "device": ("GPU-0", "GPU-1"),
         "process": (anna.key, bert.key),
@@ -148,16 +148,16 @@ def full_board() -> Snapshot:
                         metric.name, labels, 1.0 if metric.kind == "info" else (number + turn) / 8
                     )
                 )
-    board.put("all", readings, now)
-    return board
+    host_snapshot.put("all", readings, now)
+    return host_snapshot
 
 
 class SmallAgent:
-    """Answers from a board that does not change; keeps what it was told."""
+    """Answers from a snapshot that does not change; keeps what it was told."""
 
-    def __init__(self, config: Config | None = None, board: Snapshot | None = None) -> None:
+    def __init__(self, config: Config | None = None, host_snapshot: Snapshot | None = None) -> None:
         self.config = config or Config()
-        self.board = board or full_board()
+        self.host_snapshot = host_snapshot or full_board()
         self.acted: list[tuple[str, int | None, str, bool]] = []
         self.told: list[tuple[int, int, StepsBody]] = []
         self.learned: list[tuple[str, str, int]] = []
@@ -167,7 +167,7 @@ class SmallAgent:
         self.desk = TraceService(
             self.config,
             ProfilerRegistry(),
-            lambda: self.board.processes,
+            lambda: self.host_snapshot.processes,
             StepCounter(),
             RequestStore(None),
             TraceDirectories(Path("/nowhere")),
@@ -175,7 +175,7 @@ class SmallAgent:
         )
         self.hangs = HangService(
             self.config,
-            self.board,
+            self.host_snapshot,
             History(None, self.config.history),
             StepCounter(),
             places=self.desk.places,
@@ -185,7 +185,7 @@ class SmallAgent:
         )
         self.triggers = TriggerEngine(
             self.config,
-            self.board,
+            self.host_snapshot,
             self.desk,
             TriggerStore(None),
             ThreadPoolExecutor(1),
@@ -203,7 +203,7 @@ class SmallAgent:
                 "runs": s.runs,
                 "failures": s.failures,
             }
-            for s in self.board.collectors.values()
+            for s in self.host_snapshot.collectors.values()
         ]
         return msgspec.convert(
             {
@@ -212,7 +212,7 @@ class SmallAgent:
                 "boot_id": "",
                 "pid": os.getpid(),
                 "uid": os.getuid(),
-                "started_ns": self.board.started_ns,
+                "started_ns": self.host_snapshot.started_ns,
                 "now_ns": time.time_ns(),
                 "series": 1,
                 "devices": 3,
@@ -241,7 +241,7 @@ class SmallAgent:
             SeriesAnswer(
                 labels=dict(zip(names, seen[1], strict=True)), times_ns=[at_ns], values=[value]
             )
-            for series, value, at_ns in self.board.values()
+            for series, value, at_ns in self.host_snapshot.values()
             if series[0] == question.metric and (seen := question.seen_as(series)) is not None
         ]
 

@@ -66,7 +66,7 @@ def two_collectives(directory: Path, kind: str, ranks: int, size: int) -> Worklo
     return workload(directory)
 
 
-def nodes_of(read: Workload) -> list[RankNodes]:
+def node_mask(read: Workload) -> list[RankNodes]:
     """The nodes of all ranks."""
     by_rank = dict(zip(read.ranks, read.tables, strict=True))
     return [build_rank_nodes(rank, by_rank[rank], Compute()) for rank in range(len(read.ranks))]

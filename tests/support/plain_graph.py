@@ -15,7 +15,7 @@ from typing import Any
 
 import polars as pl
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 
 DEVICE = ("kernel", "copy", "fill")
@@ -402,7 +402,8 @@ class RandomJob:
             )
             frames["edges"].append(edge | {"delay_ns": min(passed, 0), "residual_ns": 0})
         made = {
-            name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name]) for name, rows in frames.items()
+            name: pl.DataFrame(rows, schema=graph_schema.GRAPH_SCHEMAS[name])
+            for name, rows in frames.items()
         }
         return Graph(made["nodes"], made["edges"], made["lanes"], made["communication"])
 

@@ -14,7 +14,7 @@ from traceloom.workload.replay.plan import (
     PLAN_SCHEMAS,
     STAND_INS,
     RankPlan,
-    RankReplayed,
+    RankReplayResult,
     Replayed,
     ReplayPlan,
 )
@@ -266,5 +266,5 @@ def ran(**changes: Any) -> Replayed:
         "fast",
         0,
         {"torch": "2.13.0"},
-        {0: RankReplayed(**{**about, **changes})},
+        {0: RankReplayResult(**{**about, **changes})},
     )

@@ -1,4 +1,4 @@
-"""Rules that are tried without a job: an agent's parts, a board written by hand, a clock that the test moves."""
+"""Rules that are tried without a job: an agent's parts, a snapshot written by hand, a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Rules:
             traces=Traces(most_requests_per_user=100_000),
         )
         self.proc = Path(tempfile.mkdtemp(prefix="tl"))
-        self.board, self.registry, self.steps = (
+        self.host_snapshot, self.registry, self.steps = (
             Snapshot(),
             ProfilerRegistry(str(self.proc)),
             steps or StepCounter(),
@@ -85,7 +85,7 @@ class Rules:
         self.desk = TraceService(
             self.config,
             self.registry,
-            lambda: self.board.processes,
+            lambda: self.host_snapshot.processes,
             self.steps,
             RequestStore(self.folder / "requests.db"),
             TraceDirectories(self.folder / "traces"),
@@ -97,7 +97,7 @@ class Rules:
         self.now_ns = START_NS
         self.triggers = TriggerEngine(
             self.config,
-            self.board,
+            self.host_snapshot,
             self.desk,
             self.store,
             self.disk,
@@ -108,7 +108,7 @@ class Rules:
 
     def run(self, *processes: Process, polling: bool = True) -> None:
         """Processes that there are from now on."""
-        self.board.processes = {process.key: process for process in processes}
+        self.host_snapshot.processes = {process.key: process for process in processes}
         for process in processes:
             (self.proc / str(process.pid)).mkdir(exist_ok=True)
             (self.proc / str(process.pid) / "stat").write_text(
@@ -126,7 +126,7 @@ class Rules:
         self, metric: str, values: Mapping[tuple[str, ...], float], collector: str = "some"
     ) -> None:
         """What a collector delivers now."""
-        self.board.put(
+        self.host_snapshot.put(
             collector,
             [Reading(metric, labels, value) for labels, value in values.items()],
             self.now_ns,

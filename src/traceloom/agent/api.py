@@ -507,7 +507,7 @@ class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
 class AgentInterface(Protocol):
     """The agent as the HTTP handlers use it. All methods are called in the agent's loop."""
 
-    board: Snapshot
+    host_snapshot: Snapshot
     config: Config
     desk: TraceService
     hangs: HangService

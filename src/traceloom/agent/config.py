@@ -16,7 +16,7 @@ from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.traces.requests import ProfilerName
 from traceloom.errors import InputError, nearest, unreadable
 from traceloom.server.settings import Access, ConfigTable, Tcp
-from traceloom.system.text import NAME, describe_refusal
+from traceloom.system.text import NAME, describe_validation_error
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -344,7 +344,7 @@ def parse_document(text: str, kind: type[Document], path: str) -> Document:
     except msgspec.ValidationError as error:
         message, _, location = str(error).partition(" - at `$.")
         raise InputError(
-            f"the configuration is wrong: {describe_refusal(message)}",
+            f"the configuration is wrong: {describe_validation_error(message)}",
             slug="wrong-config",
             where=f"{path}: {location.rstrip('`')}" if location else path,
         ) from error

@@ -49,7 +49,7 @@ from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import AgentPaths, Config
 from traceloom.agent.database import RequestStore
 from traceloom.agent.fleet_link.link import FleetConnection
-from traceloom.agent.guard import SocketJanitor
+from traceloom.agent.guard import SocketGuard
 from traceloom.agent.handlers.app import build_app
 from traceloom.agent.hangs.bundle import find_collective_waits
 from traceloom.agent.hangs.service import HangService
@@ -68,7 +68,7 @@ from traceloom.agent.traces.files import TraceDirectories
 from traceloom.agent.traces.runner import TraceService
 from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
-from traceloom.agent.triggers.watches import HangRuleWatch
+from traceloom.agent.triggers.watches import HangWatch
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
 from traceloom.server.listener import serve
 from traceloom.server.problem import HttpError
@@ -100,7 +100,7 @@ class Agent:
     def __init__(self, config: Config, locations: AgentPaths) -> None:
         self.config = config
         self.locations = locations
-        self.board = Snapshot()
+        self.host_snapshot = Snapshot()
         self.history = History(locations.history, config.history)
         self.audit = AuditLog(locations.audit)
         self.accelerators = AcceleratorCollector(config)
@@ -130,7 +130,7 @@ class Agent:
         enabled = [
             collector for collector in collectors if collector.name not in config.collect.off
         ]
-        self.scheduler = Scheduler(self.board, enabled, self._delivered)
+        self.scheduler = Scheduler(self.host_snapshot, enabled, self._delivered)
         self.topline = JobAccounting(config.accelerators.reference)
         self.step_counts = StepCounter()
         self.otlp = OtlpPublisher(config) if config.otlp.endpoint else None
@@ -143,21 +143,30 @@ class Agent:
         self.desk = TraceService(
             config,
             self.registry,
-            lambda: self.board.processes,
+            lambda: self.host_snapshot.processes,
             self.step_counts,
             RequestStore(locations.requests),
             TraceDirectories(locations.traces),
             self.boot_id,
-            {"telemetry": partial(TelemetryProfiler, self.board, self.scheduler, config.host_name)},
+            {
+                "telemetry": partial(
+                    TelemetryProfiler, self.host_snapshot, self.scheduler, config.host_name
+                )
+            },
         )
         self.uplink: FleetConnection | None = None
         if config.fleet.server:
             self.uplink = FleetConnection(
-                config, locations.history.parent, self.board, self.desk, self.topline, self.boot_id
+                config,
+                locations.history.parent,
+                self.host_snapshot,
+                self.desk,
+                self.topline,
+                self.boot_id,
             )
         self.hangs = HangService(
             config,
-            self.board,
+            self.host_snapshot,
             self.history,
             self.step_counts,
             places=self.desk.places,
@@ -175,13 +184,13 @@ class Agent:
         self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         self.triggers = TriggerEngine(
             config,
-            self.board,
+            self.host_snapshot,
             self.desk,
             TriggerStore(locations.triggers if config.triggers else None),
             self._writing,
             self.audit,
             self._steady_ns(),
-            {"hang": lambda _: HangRuleWatch(self.hangs)},
+            {"hang": lambda _: HangWatch(self.hangs)},
         )
         self._reading = ThreadPoolExecutor(2, "query")
         self._analysing = threading.Lock()
@@ -201,7 +210,7 @@ class Agent:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
         async with contextlib.AsyncExitStack() as stack:
-            guard = SocketJanitor()
+            guard = SocketGuard()
             stack.callback(guard.close)
             server = await serve(
                 build_app(self), self.config.tcp, self.config.access, self.locations.socket
@@ -266,7 +275,7 @@ class Agent:
                 failures=dict(state.failures),
                 trouble=state.trouble,
             )
-            for state in self.board.collectors.values()
+            for state in self.host_snapshot.collectors.values()
         ]
         return StatusAnswer(
             version=__version__,
@@ -274,14 +283,14 @@ class Agent:
             boot_id=self.boot_id,
             pid=os.getpid(),
             uid=os.geteuid(),
-            started_ns=self.board.started_ns,
+            started_ns=self.host_snapshot.started_ns,
             now_ns=time.time_ns(),
-            series=self.board.series(),
-            devices=len(self.board.devices),
+            series=self.host_snapshot.series(),
+            devices=len(self.host_snapshot.devices),
             stale_devices=len(
-                [uuid for uuid, device in self.board.devices.items() if device.stale]
+                [uuid for uuid, device in self.host_snapshot.devices.items() if device.stale]
             ),
-            processes=len(self.board.processes),
+            processes=len(self.host_snapshot.processes),
             collectors=collectors,
             history={
                 "bytes": float(self.history.bytes()),
@@ -392,7 +401,9 @@ class Agent:
 
     def steps(self, pid: int, uid: int, body: StepsBody) -> None:
         """Count steps that a process reports."""
-        process = next((row for row in self.board.processes.values() if row.pid == pid), None)
+        process = next(
+            (row for row in self.host_snapshot.processes.values() if row.pid == pid), None
+        )
         if process is None:  # started after the last scan of processes; its next report counts
             if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
                 self.processes.reporting = self.processes.reporting | {pid}
@@ -437,35 +448,35 @@ class Agent:
 
     def _polled(self, client: ProfilerClient) -> None:
         """Mark a polling process as relevant, even if no framework was detected in it."""
-        if client.key in self.board.processes or client.pid in self.processes.reporting:
+        if client.key in self.host_snapshot.processes or client.pid in self.processes.reporting:
             return
         if len(self.processes.reporting) < _MAX_REPORTING_PROCESSES:
             self.processes.reporting = self.processes.reporting | {client.pid}
 
     def _delivered(self, collector: Collector) -> None:
         if collector is self.accelerators:
-            self.board.devices = self.accelerators.devices
-            self.board.device_processes = self.accelerators.device_processes
-            self.board.events = list(self.accelerators.events)
+            self.host_snapshot.devices = self.accelerators.devices
+            self.host_snapshot.device_processes = self.accelerators.device_processes
+            self.host_snapshot.events = list(self.accelerators.events)
         elif collector is self.processes:
             self.step_counts.forget(set(self.processes.owned))
-            self.board.processes = {
+            self.host_snapshot.processes = {
                 key: msgspec.structs.replace(
                     process, steps_per_second=self.step_counts.per_second(key)
                 )
                 for key, process in self.processes.owned.items()
             }
         elif collector is self.cgroups:
-            self.board.oom_kills = list(self.cgroups.kills)
+            self.host_snapshot.oom_kills = list(self.cgroups.kills)
         elif collector is self.step_clock:
             for steps_taken in self.step_clock.taken:
-                if steps_taken.process in self.board.processes:
-                    owner = self.board.processes[steps_taken.process].owner
+                if steps_taken.process in self.host_snapshot.processes:
+                    owner = self.host_snapshot.processes[steps_taken.process].owner
                     self.step_counts.count(steps_taken, owner.job, owner.rank)
         # At the period of the collectors, even while they are fast.
-        self.history.keep(self.board, time.time_ns())
+        self.history.keep(self.host_snapshot, time.time_ns())
 
-    async def _tick_until_stopped(self, guard: SocketJanitor) -> None:
+    async def _tick_until_stopped(self, guard: SocketGuard) -> None:
         loop = asyncio.get_running_loop()
         interval = self.config.history.interval
         next_tick = time.monotonic() + interval
@@ -474,7 +485,7 @@ class Agent:
         while not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
-            self.history.keep(self.board, time.time_ns())
+            self.history.keep(self.host_snapshot, time.time_ns())
             self.hangs.look()
             now = time.monotonic()
             if now < next_tick and not self._stop.is_set():
@@ -485,7 +496,7 @@ class Agent:
                 LOG.warning("the guard had ended; another one watches the socket")
             at_ns, values = (
                 time.time_ns(),
-                [(series, value) for series, value, _ in self.board.values()],
+                [(series, value) for series, value, _ in self.host_snapshot.values()],
             )
             if busy is None or busy.done():
                 busy = loop.run_in_executor(self._writing, self.history.write, at_ns, values)
@@ -495,7 +506,7 @@ class Agent:
                 next_forget = now + _FORGET_AFTER_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
                 self.registry.forget()
-                self.desk.forget_old()
+                self.desk.delete_expired()
                 if self.kineto is not None:
                     loop.run_in_executor(self._reading, self.kineto.sweep)
         if busy is not None:
@@ -530,7 +541,7 @@ class Agent:
         try:
             while True:
                 await asyncio.sleep(self.config.otlp.period)
-                await loop.run_in_executor(thread, otlp.put, self.board.copy())
+                await loop.run_in_executor(thread, otlp.put, self.host_snapshot.copy())
         finally:
             thread.shutdown(wait=False)
 
@@ -543,18 +554,18 @@ class Agent:
         )  # a clock jump adds no device time to jobs
         # Zeros as well: Prometheus misses the first increment of a counter that starts at 1.
         lost = {"slow-disk": 0, **self.history.lost}
-        self.board.put("steps", self.step_counts.readings(), now_ns)
-        self.board.put("hangs", self.hangs.readings(), now_ns)
-        jobs = collect_jobs(self.board.processes.values(), self.step_counts, self.job_facts)
+        self.host_snapshot.put("steps", self.step_counts.readings(), now_ns)
+        self.host_snapshot.put("hangs", self.hangs.readings(), now_ns)
+        jobs = collect_jobs(self.host_snapshot.processes.values(), self.step_counts, self.job_facts)
         self.accelerators.element_types = collect_matrix_types(jobs)
-        self.board.put(
+        self.host_snapshot.put(
             "jobs",
-            self.topline.readings(self.board, interval_s, self.processes.shares, jobs),
+            self.topline.readings(self.host_snapshot, interval_s, self.processes.shares, jobs),
             now_ns,
         )
         if self.uplink is not None and (ended := self.uplink.tick()):
             self._writing.submit(self.uplink.backlog.put, ended)
-        self.board.put("triggers", self.triggers.readings(), now_ns)
+        self.host_snapshot.put("triggers", self.triggers.readings(), now_ns)
         used, system = resource.getrusage(resource.RUSAGE_SELF), os.uname()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         readings: list[Reading | HistogramReading] = [
@@ -565,7 +576,7 @@ class Agent:
             ),
             Reading("agent_cpu_seconds_total", (), used.ru_utime + used.ru_stime),
             Reading("agent_memory_bytes", (), float(pages * resource.getpagesize())),
-            Reading("agent_series", (), float(self.board.series())),
+            Reading("agent_series", (), float(self.host_snapshot.series())),
             *self.scheduler.readings(),
             *(self.uplink.readings() if self.uplink is not None else ()),
             *(
@@ -581,7 +592,7 @@ class Agent:
             readings.append(Reading("agent_export_failures_total", (), float(self.otlp.failures)))
         if self.history.path is not None:
             readings.append(Reading("agent_history_bytes", (), float(self.history.bytes())))
-        self.board.put("agent", readings, now_ns)
+        self.host_snapshot.put("agent", readings, now_ns)
 
 
 def notify_ready() -> None:

@@ -345,10 +345,10 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 
 def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     """Run the checks of a running agent; `idle`: triggers that cannot fire, and why."""
-    errors = {state.name: state.trouble for state in agent.board.collectors.values()}
+    errors = {state.name: state.trouble for state in agent.host_snapshot.collectors.values()}
     empty = {
         name
-        for name, result in agent.board.results.items()
+        for name, result in agent.host_snapshot.results.items()
         if not result.values and not result.histograms
     }
     checks = examine_parts(

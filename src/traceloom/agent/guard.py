@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 
-class SocketJanitor:
+class SocketGuard:
     """The agent's side: starts the guard process, and restarts it if it has ended.
 
     Raises:

@@ -97,9 +97,9 @@ class History:
         if path is not None:
             self._open()
 
-    def keep(self, board: Snapshot, now_ns: int) -> None:
+    def keep(self, host_snapshot: Snapshot, now_ns: int) -> None:
         """Store new values of the snapshot in memory."""
-        for name, result in board.results.items():
+        for name, result in host_snapshot.results.items():
             before = self._seen.get(name)
             if before is not None and before.at_ns == result.at_ns:
                 continue

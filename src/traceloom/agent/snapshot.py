@@ -92,9 +92,9 @@ class Snapshot:
         """Returns the current state for another thread; shallow, as its parts are replaced, never
         changed.
         """
-        board = copy(self)
-        board.results = dict(self.results)
-        return board
+        host_snapshot = copy(self)
+        host_snapshot.results = dict(self.results)
+        return host_snapshot
 
     def series(self) -> int:
         """The number of series; a histogram is one."""
@@ -116,23 +116,23 @@ class Snapshot:
 class VisibleSnapshot:
     """The part of the snapshot that a caller may see."""
 
-    def __init__(self, board: Snapshot, peer: Caller) -> None:
-        self.board, self.peer = board, peer
-        self.devices: dict[str, Device] = board.devices
+    def __init__(self, host_snapshot: Snapshot, peer: Caller) -> None:
+        self.host_snapshot, self.peer = host_snapshot, peer
+        self.devices: dict[str, Device] = host_snapshot.devices
         self.processes = {
             key: p
             if peer.commands or p.uid == peer.uid
             else msgspec.structs.replace(p, command="", declared={})
-            for key, p in board.processes.items()
+            for key, p in host_snapshot.processes.items()
             if self._sees(p.uid)
         }
-        self.device_processes: list[DeviceProcess] = board.device_processes
+        self.device_processes: list[DeviceProcess] = host_snapshot.device_processes
         self.jobs = {p.owner.job for p in self.processes.values() if p.owner.job}
         foreign_cgroups = {
-            p.cgroup for key, p in board.processes.items() if key not in self.processes
+            p.cgroup for key, p in host_snapshot.processes.items() if key not in self.processes
         }
         self._cgroups = {p.cgroup for p in self.processes.values()} - foreign_cgroups | {""}
-        self.oom_kills = [kill for kill in board.oom_kills if self._sees(kill.uid)]
+        self.oom_kills = [kill for kill in host_snapshot.oom_kills if self._sees(kill.uid)]
 
     def _sees(self, uid: int | None) -> bool:
         return self.peer.sees == "all" or (
@@ -178,12 +178,12 @@ class VisibleSnapshot:
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
         """Yields every visible series with its value and its time."""
-        for series, value, at_ns in self.board.values():
+        for series, value, at_ns in self.host_snapshot.values():
             if (visible_series := self.seen_as(series)) is not None:
                 yield visible_series, value, at_ns
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
         """Yields every visible histogram with its time."""
-        for histogram, at_ns in self.board.histograms():
+        for histogram, at_ns in self.host_snapshot.histograms():
             if self.shows((histogram.metric, histogram.labels)):
                 yield histogram, at_ns

@@ -17,7 +17,7 @@ lazy(
         "anti_patterns": ".anti_patterns",
         "blocking_calls": ".blocking_calls",
         "collectives": ".collectives",
-        "collectives_of": ".collectives",
+        "collect_session_calls": ".collectives",
         "communication": ".collectives",
         "compare": ".compare",
         "Comparison": ".compare",
@@ -53,7 +53,7 @@ lazy(
         "operators": ".kernels",
         "patterns": ".patterns",
         "quality": ".quality",
-        "rank_part": ".rank_summary",
+        "summarize_rank": ".rank_summary",
         "read_kind_rules": ".kernel_rules",
         "read_rules": ".kernel_rules",
         "roofline": ".roofline",
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from traceloom.analyze.answer import answer as answer
     from traceloom.analyze.anti_patterns import anti_patterns as anti_patterns
     from traceloom.analyze.blocking_calls import blocking_calls as blocking_calls
+    from traceloom.analyze.collectives import collect_session_calls as collect_session_calls
     from traceloom.analyze.collectives import collectives as collectives
-    from traceloom.analyze.collectives import collectives_of as collectives_of
     from traceloom.analyze.collectives import communication as communication
     from traceloom.analyze.compare import Comparison as Comparison
     from traceloom.analyze.compare import compare as compare
@@ -113,6 +113,6 @@ if TYPE_CHECKING:
     from traceloom.analyze.modules import modules as modules
     from traceloom.analyze.patterns import patterns as patterns
     from traceloom.analyze.quality import quality as quality
-    from traceloom.analyze.rank_summary import rank_part as rank_part
+    from traceloom.analyze.rank_summary import summarize_rank as summarize_rank
     from traceloom.analyze.roofline import roofline as roofline
     from traceloom.analyze.steps import step_times as step_times

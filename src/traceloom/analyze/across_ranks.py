@@ -20,10 +20,10 @@ from traceloom.analyze.matched_collectives import (
 from traceloom.analyze.rank_summary import (
     COMMUNICATION,
     LOAD_MEASURES,
-    RankPart,
+    RankSummary,
     TimeClassType,
     compute_step_breakdown,
-    rank_part,
+    summarize_rank,
 )
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
@@ -52,7 +52,7 @@ class Imbalance(Result):
     ranks: pl.DataFrame
 
 
-def imbalance(parts: Sequence[RankPart]) -> Imbalance:
+def imbalance(parts: Sequence[RankSummary]) -> Imbalance:
     """Compares the load of ranks, in the mean and step by step."""
     loads = pl.concat(
         part.load.select(pl.lit(rank, pl.Int32).alias("rank"), pl.all())
@@ -145,7 +145,7 @@ class Pipeline(Result):
     steps: pl.DataFrame
 
 
-def find_pipelines(parts: Sequence[RankPart], matched: MatchedCollectives) -> Pipeline:
+def find_pipelines(parts: Sequence[RankSummary], matched: MatchedCollectives) -> Pipeline:
     """Finds pipelines by which rank sends to which first, and their bubbles, on the job's clock."""
     frames = []
     for number, part in enumerate(parts):
@@ -265,7 +265,7 @@ class SlowSteps(Result):
     differences: pl.DataFrame
 
 
-def slow_steps(parts: Sequence[RankPart]) -> SlowSteps:
+def slow_steps(parts: Sequence[RankSummary]) -> SlowSteps:
     """Finds slow steps of a run of any number of ranks."""
     ranks = assign_rank_numbers(parts)
     rank_rows = pl.concat(
@@ -400,19 +400,19 @@ class AcrossRanks(Result):
 
 
 def across_ranks(
-    session: Session | Sequence[RankPart], *, chain_count: int = CHAIN_COUNT
+    session: Session | Sequence[RankSummary], *, chain_count: int = CHAIN_COUNT
 ) -> AcrossRanks:
     """Compares the ranks of a job; the last comparison is cached as long as the parts of its ranks
     live.
 
     Args:
-        session: The run; or the result of `rank_part` for each of its traces, so that ranks can be
+        session: The run; or the result of `summarize_rank` for each of its traces, so that ranks can be
             read one by one.
         chain_count: The number of longest waits whose chain of causes is written out.
     """
     global _last_comparison
     all_parts = (
-        [rank_part(trace) for trace in session.traces]
+        [summarize_rank(trace) for trace in session.traces]
         if isinstance(session, Session)
         else list(session)
     )
@@ -423,7 +423,7 @@ def across_ranks(
     ):
         return _last_comparison[2]
     best: dict[
-        object, RankPart
+        object, RankSummary
     ] = {}  # of several windows of a rank the one with the most communication
     for number, part in enumerate(all_parts):
         key: object = part.rank if part.rank is not None else f"unknown {number}"
@@ -463,4 +463,4 @@ def across_ranks(
     return compared
 
 
-_last_comparison: tuple[int, list[weakref.ref[RankPart]], AcrossRanks] | None = None
+_last_comparison: tuple[int, list[weakref.ref[RankSummary]], AcrossRanks] | None = None

@@ -139,7 +139,7 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
         ),
         derive_backend("rule", amd=amd).alias("backend"),
     )
-    others_ns = np.concatenate(
+    nested_ns = np.concatenate(
         [_compute_nested_ns(trace, calls) for trace, _, calls in rows_by_trace]
     )
     names = gather_event_column(traces, on_host, "event", "name").alias("name")
@@ -150,7 +150,7 @@ def _collect_calls(traces: Sequence[Trace], rules: tuple[Rule, ...] = ()) -> lis
         pl.lit(None, pl.Int32).alias("device"),
         pl.lit(None, pl.Int64).alias("stream"),
         backend=pl.lit(names).str.extract(r"^(\w+):").str.to_lowercase(),
-        end_ns=pl.col("end_ns") - pl.Series(others_ns, dtype=pl.Int64),
+        end_ns=pl.col("end_ns") - pl.Series(nested_ns, dtype=pl.Int64),
     )
     calls = pl.concat(
         [
@@ -388,7 +388,7 @@ def _summarize_collectives(
     return map(Collectives, calls, split_by_trace(summary, traces, SUMMARY_SCHEMA))
 
 
-def collectives_of(session: Session) -> pl.DataFrame:
+def collect_session_calls(session: Session) -> pl.DataFrame:
     """Returns the calls of all traces of a session in one frame, with `trace` (its index in
     `session.traces`) before them.
     """

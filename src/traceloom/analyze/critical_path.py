@@ -33,7 +33,7 @@ from traceloom.analyze.critical_path_pieces import (
     split,
 )
 from traceloom.errors import UsageError
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph import link_session
 from traceloom.graph.critical_path import compute_slack_ns
 from traceloom.graph.graph import Graph, get_point_times
@@ -46,7 +46,12 @@ from traceloom.trace.trace import Trace
 
 PATH = build_schema(
     "start_ns duration_ns class node kind name rank lane thread event edge along_edge evidence",
-    {"class": ClassType, "kind": gs.NodeKind, "edge": gs.EdgeKind, "evidence": gs.Evidence},
+    {
+        "class": ClassType,
+        "kind": graph_schema.NodeKind,
+        "edge": graph_schema.EdgeKind,
+        "evidence": graph_schema.Evidence,
+    },
 )
 CLASS_ROWS = build_schema("class duration_ns fraction piece_count", {"class": ClassType})
 RANKS = build_schema("rank class duration_ns fraction", {"class": ClassType})
@@ -57,25 +62,30 @@ NAMES = build_schema(
 STRETCHES = build_schema(
     "start_ns duration_ns rank where kind process thread device stream class",
     "class_ns name name_ns piece_count first_event last_event edge evidence",
-    {"where": pl.String, "class": ClassType, "edge": gs.EdgeKind, "evidence": gs.Evidence},
+    {
+        "where": pl.String,
+        "class": ClassType,
+        "edge": graph_schema.EdgeKind,
+        "evidence": graph_schema.Evidence,
+    },
 )
 _CLASS_BY_KIND = {
-    gs.KERNEL: COMPUTE,
-    gs.COLLECTIVE: COMMUNICATION,
-    gs.SEND: COMMUNICATION,
-    gs.RECEIVE: COMMUNICATION,
-    gs.COPY: COPIES,
-    gs.FILL: COPIES,
-    gs.HOST: HOST,
-    gs.THINK: HOST,
-    gs.LAUNCH: LAUNCH,
-    gs.BLOCK: SYNCHRONISATION,
+    graph_schema.KERNEL: COMPUTE,
+    graph_schema.COLLECTIVE: COMMUNICATION,
+    graph_schema.SEND: COMMUNICATION,
+    graph_schema.RECEIVE: COMMUNICATION,
+    graph_schema.COPY: COPIES,
+    graph_schema.FILL: COPIES,
+    graph_schema.HOST: HOST,
+    graph_schema.THINK: HOST,
+    graph_schema.LAUNCH: LAUNCH,
+    graph_schema.BLOCK: SYNCHRONISATION,
 }
 
 _CLASS_CODE_BY_KIND = np.array(
     [
         list(CLASSES).index(_CLASS_BY_KIND[kind]) if kind in _CLASS_BY_KIND else -1
-        for kind in gs.NODE_KINDS
+        for kind in graph_schema.NODE_KINDS
     ]
 )
 

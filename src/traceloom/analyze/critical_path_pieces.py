@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from traceloom.analyze.data_loading import find_loader_calls
 from traceloom.errors import UsageError
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import walk_back
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.system.text import replace_surrogates
@@ -20,7 +20,13 @@ from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import GPU_WORK
 
-_HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+_HOST_KINDS = (
+    graph_schema.HOST,
+    graph_schema.THINK,
+    graph_schema.WAIT,
+    graph_schema.LAUNCH,
+    graph_schema.BLOCK,
+)
 _NO_LANE = 2**32 - 1
 _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 _MAX_TIME = int(np.iinfo(np.int64).max)
@@ -231,7 +237,7 @@ def match_clocks(
 
 
 def _select_event_nodes(graph: Graph, trace: Trace, rank: int) -> Ints:
-    return np.flatnonzero((graph.events < trace.events.height) & (graph.rank_numbers == rank))
+    return np.flatnonzero((graph.events < trace.events.height) & (graph.node_ranks == rank))
 
 
 COMPUTE = "compute"
@@ -261,18 +267,18 @@ ClassType = pl.Enum(list(CLASSES))
 
 _OWN_WORK = -1
 _NODE_CLASSES = {
-    gs.KERNEL: COMPUTE,
-    gs.COLLECTIVE: COMMUNICATION,
-    gs.SEND: COMMUNICATION,
-    gs.RECEIVE: COMMUNICATION,
-    gs.RENDEZVOUS: COMMUNICATION,
-    gs.COPY: COPIES,
-    gs.FILL: COPIES,
-    gs.LAUNCH: LAUNCH,
-    gs.BLOCK: SYNCHRONISATION,
-    gs.WAIT: SYNCHRONISATION,
-    gs.ARRIVAL: UNRECORDED,
-    gs.ORIGIN: UNRECORDED,
+    graph_schema.KERNEL: COMPUTE,
+    graph_schema.COLLECTIVE: COMMUNICATION,
+    graph_schema.SEND: COMMUNICATION,
+    graph_schema.RECEIVE: COMMUNICATION,
+    graph_schema.RENDEZVOUS: COMMUNICATION,
+    graph_schema.COPY: COPIES,
+    graph_schema.FILL: COPIES,
+    graph_schema.LAUNCH: LAUNCH,
+    graph_schema.BLOCK: SYNCHRONISATION,
+    graph_schema.WAIT: SYNCHRONISATION,
+    graph_schema.ARRIVAL: UNRECORDED,
+    graph_schema.ORIGIN: UNRECORDED,
 }
 _EDGE_CLASSES = {
     "origin": UNRECORDED,
@@ -341,14 +347,14 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     node_kind = graph.nodes["kind"].to_physical().to_numpy()
     edge_kind = np.append(graph.edges["kind"].to_physical().to_numpy(), 0)
     node_class = np.array(
-        [_get_class_number(_NODE_CLASSES.get(kind, HOST)) for kind in gs.NODE_KINDS]
+        [_get_class_number(_NODE_CLASSES.get(kind, HOST)) for kind in graph_schema.NODE_KINDS]
     )[node_kind[node]]
     edge_class = np.array(
-        [_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in gs.EDGE_KINDS]
+        [_get_class_number(_EDGE_CLASSES.get(kind, HOST)) for kind in graph_schema.EDGE_KINDS]
     )[edge_kind[edge]]
     # Edges into an assumed arrival hold the time that unrecorded peers kept this rank waiting.
     edge_class = np.where(
-        node_kind[node] == gs.NODE_KINDS.index(gs.ARRIVAL),
+        node_kind[node] == graph_schema.NODE_KINDS.index(graph_schema.ARRIVAL),
         _get_class_number(UNRECORDED),
         edge_class,
     )

@@ -116,7 +116,7 @@ def host(trace: Trace) -> HostTime:
 
 
 @cache_per_trace
-def is_in_passes(trace: Trace) -> Bools:
+def mask_pass_events(trace: Trace) -> Bools:
     """Returns which host events, in the forest's order, are of the forward or the backward pass."""
     in_passes: Bools = np.isin(
         _assign_phases(trace, build_forest(trace), classify_events(trace)), (FORWARD, BACKWARD)
@@ -306,7 +306,7 @@ THREAD_SCHEMA = build_schema(
 )
 CONCURRENCY = build_schema("step threads ns")
 CURVE = build_schema("start_ns active")
-CURVE_PARTS = 200  # of the window, for the curve
+CURVE_BUCKETS = 200  # of the window, for the curve
 
 _LOADER_FRAME = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
 _PIN_MEMORY_FRAME = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
@@ -434,7 +434,7 @@ def threads(trace: Trace) -> Threads:
 
 def _compute_concurrency_curve(trace: Trace, start: Ints, count: Ints) -> pl.DataFrame:
     window = trace.end_ns - trace.start_ns
-    parts = min(CURVE_PARTS, window)
+    parts = min(CURVE_BUCKETS, window)
     if start.size < 2 or not parts:
         return CURVE.to_frame()
     edges = trace.start_ns + window * np.arange(parts + 1) // parts

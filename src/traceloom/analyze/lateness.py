@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from traceloom.analyze.idle import CAUSES
 from traceloom.analyze.matched_collectives import INSTANCE_SCHEMA, MatchedCollectives
-from traceloom.analyze.rank_summary import COMMUNICATION, COMPUTE, COPIES, TIME_CLASSES, RankPart
+from traceloom.analyze.rank_summary import COMMUNICATION, COMPUTE, COPIES, TIME_CLASSES, RankSummary
 from traceloom.graph.job import ENDS_TOGETHER
 from traceloom.system.units import format_duration
 from traceloom.trace.frames import build_schema, cast_to_schema
@@ -116,7 +116,7 @@ class _Arrivals(Struct, frozen=True):
 
 
 def compute_lateness(
-    ranks: Sequence[RankPart], matched: MatchedCollectives, stages: pl.DataFrame
+    ranks: Sequence[RankSummary], matched: MatchedCollectives, stages: pl.DataFrame
 ) -> Lateness:
     """Compares every last arriver with the others. Definition: docs/concepts/across-ranks.md.
 
@@ -208,7 +208,9 @@ def compute_lateness(
     )
 
 
-def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: _Arrivals) -> Ints:
+def _find_anchors(
+    ranks: Sequence[RankSummary], matched: MatchedCollectives, rows: _Arrivals
+) -> Ints:
     """Returns for each collective its anchor: the latest earlier one at whose end all its ranks
     stood together; -1 without.
 
@@ -254,7 +256,7 @@ def _find_anchors(ranks: Sequence[RankPart], matched: MatchedCollectives, rows: 
 
 
 def _find_counting_start(
-    ranks: Sequence[RankPart], rows: _Arrivals, anchor: Ints
+    ranks: Sequence[RankSummary], rows: _Arrivals, anchor: Ints
 ) -> tuple[Ints, Ints]:
     """Returns where counting begins, as positions in the ledgers: arrival at the anchor; and the
     end of standing in it.
@@ -607,7 +609,7 @@ _MIN_PART_SHARE = 0.02  # of the lateness: smaller parts are summed
 
 
 def build_chains(
-    ranks: Sequence[RankPart],
+    ranks: Sequence[RankSummary],
     matched: MatchedCollectives,
     collectives: pl.DataFrame,
     lateness: Lateness,
@@ -667,7 +669,7 @@ def build_chains(
 
 
 def _describe_detail(
-    ranks: Sequence[RankPart],
+    ranks: Sequence[RankSummary],
     matched: MatchedCollectives,
     lateness: Lateness,
     collective: int,

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.analyze.collectives import add_up_or_null
-from traceloom.analyze.rank_summary import RankPart
+from traceloom.analyze.rank_summary import RankSummary
 from traceloom.graph.communication import match_parts
 from traceloom.graph.job import ENDS_TOGETHER, FROM_ROOT, TO_ROOT, HostClock, fit_clocks
 from traceloom.trace.frames import build_schema, cast_to_schema
@@ -61,14 +61,14 @@ class MatchedCollectives:
     unmatched: pl.DataFrame
 
 
-def assign_rank_numbers(parts: Sequence[RankPart]) -> tuple[int, ...]:
+def assign_rank_numbers(parts: Sequence[RankSummary]) -> tuple[int, ...]:
     """Returns the rank of each part; a part without one gets the lowest free number."""
     recorded = [part.rank for part in parts]
     free = iter(number for number in range(2 * len(parts) + 1) if number not in recorded)
     return tuple(next(free) if rank is None else rank for rank in recorded)
 
 
-def match_collectives(parts: Sequence[RankPart]) -> MatchedCollectives:
+def match_collectives(parts: Sequence[RankSummary]) -> MatchedCollectives:
     """Joins the collectives of ranks, corrects their clocks by them, and splits each into waiting
     and transfer.
     """

@@ -163,7 +163,7 @@ def compute_fragmentation(snapshot: MemorySnapshot) -> pl.DataFrame:
     """Returns the state of each device's allocator when the snapshot was taken.
 
     Returns:
-        `FRAGMENTS`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks
+        `FRAGMENTATION_SCHEMA`, one row per device: reserved_bytes (all segments), allocated_bytes (blocks
         given out, as rounded by the allocator), requested_bytes (the requested size of these),
         pending_bytes (given back, but another stream may still use them), free_bytes,
         largest_free_bytes (the largest free block: what could be given out without new memory from

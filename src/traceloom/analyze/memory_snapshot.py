@@ -35,7 +35,7 @@ from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as BEFORE_RECORDIN
 from traceloom.system import units
 from traceloom.trace.array_types import Ints
 from traceloom.trace.session import MemorySnapshot, format_frame, format_stacks, is_python_frame
-from traceloom.trace.trace import SCHEMAS, Meta, Trace, make_empty_frame
+from traceloom.trace.trace import SCHEMAS, Meta, Trace, build_empty_frame
 
 KIND = "memory-snapshot"
 BACKWARD_PATH = "backward"
@@ -163,7 +163,7 @@ def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | None) -> Trace:
     """Returns a trace that holds the allocations and the time they span, and nothing else."""
-    frames = {name: make_empty_frame(name) for name in SCHEMAS}
+    frames = {name: build_empty_frame(name) for name in SCHEMAS}
     if history.height:
         first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
         span: dict[str, object] = dict.fromkeys(SCHEMAS["events"])

@@ -54,7 +54,7 @@ class TimeBreakdown:
     Attributes:
         time_ns: Moments, ascending: starts and ends of communication and of steps; shape
             (moments,).
-        sums: Nanoseconds of each of `CLASSES` from the first moment to each; shape (moments,
+        sums: Nanoseconds of each of `TIME_CLASSES` from the first moment to each; shape (moments,
             classes). The sums of a row add up to the time since the first moment.
         details: stretch (from that moment to the next), class, name (kernel, copy or host
             activity), ns: the largest of each stretch and class. Kernels count where they start.
@@ -426,7 +426,7 @@ STAGE_TIMES_SCHEMA = build_schema(
 
 
 @dataclass(frozen=True)
-class RankPart:
+class RankSummary:
     """The part of one rank that comparisons need; its trace may be dropped.
 
     Attributes:
@@ -455,7 +455,7 @@ class RankPart:
     stages: pl.DataFrame
 
 
-def rank_part(trace: Trace) -> RankPart:
+def summarize_rank(trace: Trace) -> RankSummary:
     """Extracts from a trace what a comparison of ranks needs; cached as long as the trace lives,
     since it is small.
     """
@@ -463,7 +463,7 @@ def rank_part(trace: Trace) -> RankPart:
     cached = _summary_cache.get(number)
     if cached is not None and cached[0]() is trace:
         return cached[1]
-    summary = _summarize_ranks(trace)
+    summary = _build_rank_summaries(trace)
     _summary_cache[number] = (
         weakref.ref(trace, lambda _gone: _summary_cache.pop(number, None)),
         summary,
@@ -471,11 +471,11 @@ def rank_part(trace: Trace) -> RankPart:
     return summary
 
 
-_summary_cache: dict[int, tuple[weakref.ref[Trace], RankPart]] = {}
+_summary_cache: dict[int, tuple[weakref.ref[Trace], RankSummary]] = {}
 
 
 @run_in_batches
-def _summarize_ranks(traces: Sequence[Trace]) -> Iterable[RankPart]:
+def _build_rank_summaries(traces: Sequence[Trace]) -> Iterable[RankSummary]:
     all_calls = [collectives(trace).calls for trace in traces]
     calls_of_all = concatenate_by_trace(all_calls)
     loads = split_by_trace(compute_step_loads(traces, calls_of_all), traces)
@@ -484,7 +484,7 @@ def _summarize_ranks(traces: Sequence[Trace]) -> Iterable[RankPart]:
     ):
         used = set(calls["device"].drop_nulls())
         names = [row["name"] for row in trace.devices.to_dicts() if row["device"] in used]
-        yield RankPart(
+        yield RankSummary(
             trace.rank,
             trace.meta.host,
             trace.meta.world_size,
@@ -498,7 +498,7 @@ def _summarize_ranks(traces: Sequence[Trace]) -> Iterable[RankPart]:
         )
 
 
-def compute_step_breakdown(part: RankPart) -> pl.DataFrame:
+def compute_step_breakdown(part: RankSummary) -> pl.DataFrame:
     """Returns step, class, ns: the account of each step of a rank; the classes of a step add up to
     its length.
     """

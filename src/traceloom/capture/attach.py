@@ -27,7 +27,7 @@ def begin() -> None:
     text = os.environ.get(VARIABLE)
     if not text or _recorder is not None or exits.is_launcher() or not is_torch_supported():
         return
-    record_milestone(f"{os.getpid()}.torch")
+    touch_marker_file(f"{os.getpid()}.torch")
     try:
         settings = parse_settings(text)
     except (
@@ -61,7 +61,7 @@ def is_torch_supported() -> bool:
     return False
 
 
-def record_milestone(name: str) -> None:
+def touch_marker_file(name: str) -> None:
     """Leave a trace for the diagnosis at the end: how far a process came."""
     marker = os.environ.get("TRACELOOM_MARKER")
     if marker:
@@ -96,7 +96,7 @@ def detach(recorder: Any) -> None:
         _recorder = None
 
 
-def had_session() -> bool:
+def has_recorded_before() -> bool:
     """Whether a recording that is over has had the one session of this process."""
     return _had_session
 

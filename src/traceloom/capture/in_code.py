@@ -11,7 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from traceloom.capture import manifest, writing
-from traceloom.capture.attach import attach, detach, get_recorder, had_session, is_torch_supported
+from traceloom.capture.attach import (
+    attach,
+    detach,
+    get_recorder,
+    has_recorded_before,
+    is_torch_supported,
+)
 from traceloom.capture.settings import Settings, check_times, parse_steps, print_message, print_once
 from traceloom.capture.writing import Lock
 from traceloom.errors import CaptureError, OutputError
@@ -62,7 +68,7 @@ class Recording:
             return self
         if not is_torch_supported():
             return self
-        if had_session():
+        if has_recorded_before():
             print_once(
                 "recorded-before",
                 "nothing more is recorded: a process can be recorded once, and this one was",

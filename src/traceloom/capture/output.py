@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 INLINE_ROWS = 10_000
 _BYTES_PER_EVENT = 700  # of a trace in plain JSON
 _STUCK_SECONDS = 10.0  # without running: it waits for a lock that was held when it was made
-_LEGENDS = {"groups", "kinds", "types"}  # of columns, in a table of calls
+_LOOKUP_COLUMNS = {"groups", "kinds", "types"}  # of columns, in a table of calls
 _FORK_SECONDS = 5.0
 
 
@@ -77,7 +77,7 @@ class CaptureOutput:
         """Whether a part of it lies elsewhere, because the directory took no more."""
         return any(notice["slug"] == "capture-moved" for notice in self._notices)
 
-    def look_around(self) -> None:
+    def refresh_job_info(self) -> None:
         """Note the place in the job and the groups; at its end a program may have left them
         already.
         """
@@ -92,7 +92,7 @@ class CaptureOutput:
     def stem(self) -> str:
         """The name in front of all files of this process, taken when first needed."""
         if self._stem is None:
-            self.look_around()
+            self.refresh_job_info()
             rank = self._place[0]
             notes = self.directory / writing.NOTES
             try:
@@ -123,7 +123,7 @@ class CaptureOutput:
         self._collectives = _cut_columns(window.collectives, window.start_ns, window.end_ns)
         self._allocators = memory.describe_memory() if self._settings.memory else None
 
-    def write_in_child(self, window: RecordedWindow, *, used_torch: bool) -> None:
+    def save_in_fork(self, window: RecordedWindow, *, used_torch: bool) -> None:
         """Has a fork end the session and write it, while the program goes on.
 
         The fork is the child of a child that has ended, so that the program never has to wait for
@@ -181,7 +181,7 @@ class CaptureOutput:
     def _result_path(self) -> Path:
         return self.directory / writing.NOTES / f"{self.stem()}.written"
 
-    def adopt_child(self) -> bool:
+    def collect_forked_result(self) -> bool:
         """Takes over what a fork has written, and waits for it; False where there is nothing whole."""
         process, self._writer_process = self._writer_process, 0
         if not process:
@@ -214,7 +214,7 @@ class CaptureOutput:
     def keep(self, window: RecordedWindow, *, used_torch: bool) -> None:
         """Ends the session, writes its trace and cuts the window out of it."""
         self._used_torch = used_torch
-        self.look_around()
+        self.refresh_job_info()
         steps = max(0, window.end_step - window.first_step)
         expected = _BYTES_PER_EVENT * window.events
         window.session.end()
@@ -300,7 +300,7 @@ class CaptureOutput:
         )
         return target, operators, first_ns
 
-    def keep_host_trace(self, graph: HostTrace) -> None:
+    def set_host_trace(self, graph: HostTrace) -> None:
         """Notes the host trace of the graph step, which goes with the session's trace."""
         self._host_trace = graph
 
@@ -419,7 +419,7 @@ class CaptureOutput:
 
     def part(self, reason: str) -> dict[str, Any]:
         """This process's entry of `capture.json`."""
-        self.look_around()
+        self.refresh_job_info()
         rank, size, local = self._place
         graph_ns = self._log.durations(self._log.numbers(Mark.GRAPH))
         # a worker of `multiprocessing` that called no module: of interest only where nobody else
@@ -497,6 +497,6 @@ def _cut_columns(
         return None
     kept = [row for row, at in enumerate(columns["start_ns"]) if start_ns <= at < end_ns]
     return {
-        name: values if name in _LEGENDS else [values[row] for row in kept]
+        name: values if name in _LOOKUP_COLUMNS else [values[row] for row in kept]
         for name, values in columns.items()
     }

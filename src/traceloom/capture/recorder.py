@@ -298,7 +298,7 @@ class Recorder:
             self.storage.keep_out_of_memory(error, self.log.number)
         if self.plan.finish() is Action.STOP or self._stop_pending:
             self._stop(forks=False)
-        if self._window is not None and not self.storage.adopt_child():
+        if self._window is not None and not self.storage.collect_forked_result():
             self._end_session()
         self.storage.finish(reason, used_torch=self.used_torch, began=self._began)
         self.storage.history.end()
@@ -342,7 +342,7 @@ class Recorder:
         self.log.begin(boundary)
         number = self.log.number
         if number == 1:
-            self.storage.look_around()
+            self.storage.refresh_job_info()
         self._threads.add(threading.get_ident())
         if window is not None and self.plan.phase in {Phase.RECORDING, Phase.GRAPH}:
             window.boundaries.append((number, boundary.unix_ns))
@@ -423,7 +423,7 @@ class Recorder:
                 "stacks were not recorded: the program has a profile function of its own",
             )
         self._half_done = True
-        self.storage.look_around()
+        self.storage.refresh_job_info()
         session = Session(stacks=stacks, memory=records_memory)
         window = RecordedWindow(session)
         window.census = list_live_storages() if settings.memory else None
@@ -489,13 +489,13 @@ class Recorder:
         self.storage.prepare(window)
         graph, self._graph = self._graph, None
         if graph is not None:
-            self.storage.keep_host_trace(graph)
+            self.storage.set_host_trace(graph)
         if forks:
             # The recorder of stacks goes on while its session is only paused.
             if window.session.uses_device or window.session.stacks:
                 self._end_session()
             elif sys.platform == "linux":
-                self.storage.write_in_child(window, used_torch=self.used_torch)
+                self.storage.save_in_fork(window, used_torch=self.used_torch)
         self._half_done = False
 
     def _start_on_main(self, now: float) -> None:

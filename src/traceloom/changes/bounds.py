@@ -13,7 +13,7 @@ from traceloom.analyze.intervals import merge_intervals, merge_spans
 from traceloom.changes.changes import Change
 from traceloom.changes.scenario import Scenario, compute_covered_ns, find_exposed_time
 from traceloom.graph import ABSENT, Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import (
     Graph,
     get_column_array,
@@ -108,8 +108,8 @@ def find_unknown_wakeups(graph: Graph) -> Bools:
     Edges of the origin hold a wait's end; guesses hold it by what another thread did long before.
     """
     edges = graph.edges
-    pinned = graph.edges_of("origin") & edges["to_end"].to_numpy()
-    guessed = graph.edges_of("cross-thread") & (edges["delay_ns"].to_numpy() > 0)
+    pinned = graph.edge_mask("origin") & edges["to_end"].to_numpy()
+    guessed = graph.edge_mask("cross-thread") & (edges["delay_ns"].to_numpy() > 0)
     assumed = (edges["evidence"] == "assumed").to_numpy()
     unknown: Bools = (pinned | guessed) & assumed
     return unknown
@@ -138,7 +138,7 @@ def is_lower_bound(
     return free[0] - free[1] > saved_ns + min_difference_ns
 
 
-_HOST_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK)
+_HOST_KINDS = (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH, graph_schema.BLOCK)
 # Of a saving: a loop of `item`, the cheapest operator, takes three times as long when it is
 # recorded
 _MAX_RECORDING_SHARE = 2 / 3
@@ -183,7 +183,7 @@ def unrecorded_saving_ns(
     if ratio is None or ratio <= 1:
         return saved_ns
     recording_share = 1 - 1 / ratio
-    host = graph.nodes_of(*_HOST_KINDS)
+    host = graph.node_mask(*_HOST_KINDS)
     rank = graph.nodes["rank"].rank("dense").fill_null(0).to_numpy()[host]
     recorded = np.bincount(rank)
     remaining_share = np.ones(graph.nodes.height)

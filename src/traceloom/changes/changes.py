@@ -5,7 +5,7 @@ all_reduce`.
 
 A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kernels ~ gemm * 0.5`,
 `copies async`, `syncs ~ cudaDeviceSynchronize remove`, `rank 7 delay remove`, `network * 2`, `idle
-remove`. What each assumes is stated in `ASSUMES`, and in docs/concepts/what-if.md.
+remove`. What each assumes is stated in `ASSUMPTIONS`, and in docs/concepts/what-if.md.
 """
 
 from __future__ import annotations
@@ -19,22 +19,34 @@ import polars as pl
 
 from traceloom.analyze.kernel_rules import WORK_KINDS, KindMatcher, load_built_in_kind_rules
 from traceloom.errors import UsageError
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 from traceloom.trace.array_types import Bools
 from traceloom.trace.frames import contains
 
 NODE_TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
-    "kernels": ((gs.KERNEL,), "kernels that compute"),
-    "copies": ((gs.COPY, gs.FILL), "copies and fills on the device"),
-    "gpu": ((gs.KERNEL, gs.COPY, gs.FILL), "all work of the device but communication"),
-    "collectives": ((gs.COLLECTIVE, gs.SEND, gs.RECEIVE), "communication"),
-    "host": ((gs.HOST, gs.THINK, gs.LAUNCH, gs.BLOCK), "what host threads do themselves"),
-    "ops": ((gs.HOST,), "operators and other recorded regions on the host, by their own time"),
-    "think": ((gs.THINK,), "host time outside any recorded event (Python)"),
-    "launches": ((gs.LAUNCH,), "calls that submit work"),
-    "syncs": ((gs.BLOCK,), "calls that wait for the device"),
-    "loading": ((gs.HOST, gs.THINK), "host work inside the data loader"),
+    "kernels": ((graph_schema.KERNEL,), "kernels that compute"),
+    "copies": ((graph_schema.COPY, graph_schema.FILL), "copies and fills on the device"),
+    "gpu": (
+        (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL),
+        "all work of the device but communication",
+    ),
+    "collectives": (
+        (graph_schema.COLLECTIVE, graph_schema.SEND, graph_schema.RECEIVE),
+        "communication",
+    ),
+    "host": (
+        (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH, graph_schema.BLOCK),
+        "what host threads do themselves",
+    ),
+    "ops": (
+        (graph_schema.HOST,),
+        "operators and other recorded regions on the host, by their own time",
+    ),
+    "think": ((graph_schema.THINK,), "host time outside any recorded event (Python)"),
+    "launches": ((graph_schema.LAUNCH,), "calls that submit work"),
+    "syncs": ((graph_schema.BLOCK,), "calls that wait for the device"),
+    "loading": ((graph_schema.HOST, graph_schema.THINK), "host work inside the data loader"),
 }
 """Word -> the kinds of nodes that it stands for, and its meaning."""
 DEVICE_TARGETS = ("kernels", "copies", "gpu", "collectives")
@@ -47,7 +59,7 @@ class Selection:
     """A choice of nodes.
 
     Attributes:
-        target: A key of `TARGETS`.
+        target: A key of `NODE_TARGETS`.
         pattern: A regular expression that the name contains somewhere, ignoring case; empty for
             all.
         ranks: Only these ranks; empty for all.
@@ -64,13 +76,13 @@ class Selection:
             UsageError: slug `bad-change`: the pattern is not a regular expression.
         """
         kinds, _ = NODE_TARGETS[self.target]
-        selected = graph.nodes_of(*kinds)
+        selected = graph.node_mask(*kinds)
         if self.target == "loading":
             selected &= match_node_names(graph, DATA_LOADING_PATTERN)
         if self.pattern:
             selected &= match_node_names(graph, self.pattern)
         if self.ranks:
-            selected &= np.isin(graph.rank_numbers, self.ranks)
+            selected &= np.isin(graph.node_ranks, self.ranks)
         return selected
 
     def nearest(self, graph: Graph, limit: int = 3) -> list[str]:
@@ -104,7 +116,7 @@ class NodeSelection:
     Attributes:
         words: Their description, as part of a sentence.
         mask: The selected nodes, shape (nodes,).
-        target: The key of `TARGETS` that describes them best.
+        target: The key of `NODE_TARGETS` that describes them best.
         ranks: Their ranks; empty for all.
     """
 
@@ -133,7 +145,7 @@ def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Boo
     mask: Bools = in_range.copy()
     mask[in_range] = is_selected_event[graph.events[in_range]]
     if rank is not None:
-        mask &= graph.rank_numbers == rank
+        mask &= graph.node_ranks == rank
     return mask
 
 
@@ -209,7 +221,7 @@ class Change:
     """One change.
 
     Attributes:
-        action: A key of `ASSUMES`.
+        action: A key of `ASSUMPTIONS`.
         selection: The nodes that it changes.
         factor: For `scale` (times as long), `network` (times as fast) and `workers` (how many); 1
             otherwise.

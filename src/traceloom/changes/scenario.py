@@ -12,13 +12,13 @@ from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals
 from traceloom.changes.changes import Change, Selection
 from traceloom.errors import UsageError
 from traceloom.graph import ABSENT, Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.calibrate import find_overlapping_edges
 from traceloom.graph.graph import Graph, get_column_array
 from traceloom.trace.array_types import Bools, Ints
 
 _ORDERING_KINDS = ("stream", "wait", "occupancy")
-_DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL)
+_DEVICE_KINDS = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 
 
 def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tuple[Graph, Ints]:
@@ -42,8 +42,8 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     )
     from_end, to_end = (graph.edges[end].to_numpy() for end in ("from_end", "to_end"))
     optimizer = find_optimizer_work(graph)
-    moved = graph.edges_of(*_ORDERING_KINDS) & from_end & ~to_end & hidden[source]
-    moved &= hidden[target] | (graph.nodes_of(*_DEVICE_KINDS)[target] & ~optimizer[target])
+    moved = graph.edge_mask(*_ORDERING_KINDS) & from_end & ~to_end & hidden[source]
+    moved &= hidden[target] | (graph.node_mask(*_DEVICE_KINDS)[target] & ~optimizer[target])
     delay = delay_ns.copy()
     delay[moved] += compute_covered_ns(graph, hidden)[source[moved]]
     edges = graph.edges.with_columns(
@@ -51,14 +51,14 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
         # Between starts `stream` means a fraction of the work before: see
         # `traceloom.graph.calibrate`.
         kind=pl.when(pl.Series(moved))
-        .then(pl.lit("wait", dtype=gs.EdgeKind))
+        .then(pl.lit("wait", dtype=graph_schema.EdgeKind))
         .otherwise(pl.col("kind")),
     )
     within = np.flatnonzero(moved & hidden[target])
     # An optimizer's first work waits for the last hidden work of each stream before it.
-    start, ranks = graph.nodes["start_ns"].to_numpy(), graph.rank_numbers
+    start, ranks = graph.nodes["start_ns"].to_numpy(), graph.node_ranks
     end = start + graph.nodes["duration_ns"].to_numpy()
-    firsts = np.flatnonzero(optimizer & graph.nodes_of(*_DEVICE_KINDS) & ~hidden)
+    firsts = np.flatnonzero(optimizer & graph.node_mask(*_DEVICE_KINDS) & ~hidden)
     firsts = firsts[np.argsort(start[firsts], kind="stable")]
     firsts = firsts[np.sort(np.unique(compute_rank_step_keys(graph)[firsts], return_index=True)[1])]
     last = np.flatnonzero(hidden)
@@ -76,7 +76,7 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
     last, first = last[retained], first[retained]
     # The own time of each node: its work, or the transfer of its communication.
     own_ns = work_ns.copy()
-    transfers = graph.edges_of("rendezvous") & to_end
+    transfers = graph.edge_mask("rendezvous") & to_end
     np.maximum.at(own_ns, target[transfers], delay_ns[transfers])
     extra_edges = pl.DataFrame(
         {
@@ -86,9 +86,9 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
             "delay_ns": np.concatenate([own_ns[target[within]], np.zeros_like(last)]),
         }
     ).select(
-        pl.col("source", "target").cast(gs.Node),
-        pl.lit("wait", dtype=gs.EdgeKind).alias("kind"),
-        pl.lit("assumed", dtype=gs.Evidence).alias("evidence"),
+        pl.col("source", "target").cast(graph_schema.Node),
+        pl.lit("wait", dtype=graph_schema.EdgeKind).alias("kind"),
+        pl.lit("assumed", dtype=graph_schema.Evidence).alias("evidence"),
         pl.lit(value=True).alias("from_end"),
         "to_end",
         "delay_ns",
@@ -106,7 +106,7 @@ def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
     if not nodes.any():
         return out
     start, end, rank = _get_node_times(graph)
-    kernels = graph.nodes_of(gs.KERNEL) & ~nodes
+    kernels = graph.node_mask(graph_schema.KERNEL) & ~nodes
     for rank_id in np.unique(rank[nodes]):
         selected, other_kernels = nodes & (rank == rank_id), kernels & (rank == rank_id)
         out.append(
@@ -123,7 +123,7 @@ def compute_covered_ns(graph: Graph, nodes: Bools) -> Ints:
     for all others.
     """
     start, end, rank = _get_node_times(graph)
-    kernels = graph.nodes_of(gs.KERNEL) & ~nodes
+    kernels = graph.node_mask(graph_schema.KERNEL) & ~nodes
     out = np.zeros(nodes.size, dtype=np.int64)
     for rank_id in np.unique(rank[nodes]):
         selected, other_kernels = nodes & (rank == rank_id), kernels & (rank == rank_id)
@@ -139,7 +139,7 @@ def _get_node_times(graph: Graph) -> tuple[Ints, Ints, Ints]:
     start, duration = (
         get_column_array(graph, graph.nodes[name]) for name in ("start_ns", "duration_ns")
     )
-    return start, start + duration, graph.rank_numbers
+    return start, start + duration, graph.node_ranks
 
 
 def compute_rank_step_keys(graph: Graph) -> Ints:
@@ -147,7 +147,7 @@ def compute_rank_step_keys(graph: Graph) -> Ints:
     (nodes,).
     """
     numbers: Ints = (
-        graph.rank_numbers.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
+        graph.node_ranks.astype(np.int64) * 2**32 + graph.nodes["step"].fill_null(-1).to_numpy()
     )
     return numbers
 
@@ -162,7 +162,7 @@ def find_optimizer_work(graph: Graph) -> Bools:
     ]
     if not optimizers.any():
         return in_optimizer
-    launches = graph.edges_of("launch")
+    launches = graph.edge_mask("launch")
     call, work = (graph.edges[end].to_numpy()[launches] for end in ("source", "target"))
     start = graph.nodes["start_ns"].to_numpy()
     step = compute_rank_step_keys(graph)
@@ -248,7 +248,12 @@ class Scenario:
         selected = selected if within is None else selected & within
         # Waits for the chosen work become waits for what came before it
         if change.action == "overlap":
-            on_device = selected & self.nodes(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+            on_device = selected & self.nodes(
+                graph_schema.KERNEL,
+                graph_schema.COPY,
+                graph_schema.FILL,
+                *graph_schema.COMMUNICATION,
+            )
             out.graph, out.delay_ns = set_beside(out.graph, on_device, out.work_ns, out.delay_ns)
             out.beside = out.beside | on_device
         else:
@@ -257,7 +262,7 @@ class Scenario:
 
     def edges(self, *kinds: str) -> Bools:
         """Returns which edges are of these kinds, shape (edges,)."""
-        return self.graph.edges_of(*kinds)
+        return self.graph.edge_mask(*kinds)
 
     def ends(self) -> tuple[Ints, Ints]:
         """Returns source and target of each edge, shape (edges,) each."""
@@ -269,7 +274,7 @@ class Scenario:
 
     def nodes(self, *kinds: str) -> Bools:
         """Returns which nodes are of these kinds, shape (nodes,)."""
-        return self.graph.nodes_of(*kinds)
+        return self.graph.node_mask(*kinds)
 
     def overlapping(self) -> Bools:
         """Returns the edges whose delay is not a pause, since the work before them runs; shape
@@ -306,7 +311,7 @@ def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
     waits &= (
         selected[target]
         if change.action == "drop"
-        else selected[source] & out.nodes(gs.BLOCK)[target]
+        else selected[source] & out.nodes(graph_schema.BLOCK)[target]
     )
     out.delay_ns[waits] = ABSENT
 
@@ -315,20 +320,29 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     """Reduces the chosen ranks' work of each name in each step to at most that of the median
     rank.
     """
-    ranks = np.unique(out.graph.rank_numbers)
+    ranks = np.unique(out.graph.node_ranks)
     late = np.isin(ranks, change.selection.ranks)
     other_ranks = ranks[~late & (ranks >= 0)].tolist()
     if not other_ranks:
         raise UsageError(f"`{change}` needs other ranks to compare with", slug="nothing-chosen")
-    rows = np.flatnonzero(out.nodes(gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL))
+    rows = np.flatnonzero(
+        out.nodes(
+            graph_schema.HOST,
+            graph_schema.THINK,
+            graph_schema.LAUNCH,
+            graph_schema.KERNEL,
+            graph_schema.COPY,
+            graph_schema.FILL,
+        )
+    )
     nodes = out.graph.nodes.select(
         pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical()
     )[rows]
-    same = nodes["step"].to_numpy() * len(gs.NODE_KINDS) + nodes["kind"].to_numpy()
+    same = nodes["step"].to_numpy() * len(graph_schema.NODE_KINDS) + nodes["kind"].to_numpy()
     alike = np.unique(
         same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True
     )[1]
-    rank_index = np.searchsorted(ranks, out.graph.rank_numbers[rows])
+    rank_index = np.searchsorted(ranks, out.graph.node_ranks[rows])
     # Ranks without such work count as 0.
     sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
     np.add.at(sums, (alike, rank_index), out.work_ns[rows])
@@ -337,12 +351,14 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     is_late = late[rank_index]
     out.work_ns[rows[is_late]] = np.rint(out.work_ns[rows] * factor)[is_late].astype(np.int64)
     # Ranks that begin later than the median of the others begin when that does.
-    first_starts = find_first_starts(out.graph, gs.HOST, gs.THINK, gs.LAUNCH)
+    first_starts = find_first_starts(
+        out.graph, graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH
+    )
     middle = float(
         np.median([first_starts[rank] for rank in other_ranks if rank in first_starts] or [0])
     )
     source, _ = out.ends()
-    rank_of = out.graph.rank_numbers[source]
+    rank_of = out.graph.node_ranks[source]
     for rank in change.selection.ranks:
         later_ns = round(first_starts.get(rank, middle) - middle)
         if later_ns > 0:
@@ -355,8 +371,8 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
 
 def find_first_starts(graph: Graph, *kinds: str) -> dict[int, int]:
     """Returns the start of the first node of some kinds on each rank that has one, ns."""
-    nodes = graph.nodes_of(*kinds)
-    ranks, rank_index = np.unique(graph.rank_numbers[nodes], return_inverse=True)
+    nodes = graph.node_mask(*kinds)
+    ranks, rank_index = np.unique(graph.node_ranks[nodes], return_inverse=True)
     first = np.full(ranks.size, np.iinfo(np.int64).max)
     np.minimum.at(first, rank_index, graph.nodes["start_ns"].to_numpy()[nodes])
     return dict(zip(ranks.tolist(), first.tolist(), strict=True))
@@ -367,7 +383,7 @@ def remove_launch_delays(out: Scenario, change: Change, selected: Bools) -> None
     out.work_ns[selected] = 0
     delayed = out.edges("launch", "synchronize", "stream", "queue") & ~out.overlapping()
     if change.selection.ranks:
-        in_ranks = np.isin(out.graph.rank_numbers, change.selection.ranks)
+        in_ranks = np.isin(out.graph.node_ranks, change.selection.ranks)
         delayed &= in_ranks[out.ends()[1]]
     out.delay_ns[delayed & (out.delay_ns > 0)] = 0
 
@@ -380,7 +396,7 @@ def merge_neighbours(out: Scenario, _change: Change, selected: Bools) -> None:
     inner = np.zeros(selected.size, dtype=np.bool_)
     inner[target[between]] = True
     launches = out.edges("launch") & inner[target]
-    kinds = out.nodes(gs.LAUNCH)
+    kinds = out.nodes(graph_schema.LAUNCH)
     calls = source[launches]
     out.work_ns[calls[kinds[calls]]] = 0
 
@@ -395,7 +411,9 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
     calls = nodes[np.unique(source[launches])].sort("start_ns", "node")
     first = calls.unique(["rank", "step"], keep="first", maintain_order=True)
     other_calls = calls.join(first, on="node", how="anti")
-    host = nodes.filter(pl.col("kind").is_in([gs.HOST, gs.LAUNCH]) & pl.col("op").is_not_null())
+    host = nodes.filter(
+        pl.col("kind").is_in([graph_schema.HOST, graph_schema.LAUNCH]) & pl.col("op").is_not_null()
+    )
     enclosing = host.join(other_calls, on=["rank", "op"], how="semi", nulls_equal=True).join(
         first, on=["rank", "op"], how="anti", nulls_equal=True
     )

@@ -258,7 +258,7 @@ def changed_nodes(graph: Graph, scenario: Scenario) -> Bools:
     base = Scenario.of(graph)
     changed: Bools = (scenario.work_ns != base.work_ns) | scenario.beside
     moved = scenario.delay_ns[: graph.edges.height] != base.delay_ns
-    moved &= graph.edges_of("rendezvous", "synchronize")
+    moved &= graph.edge_mask("rendezvous", "synchronize")
     changed[graph.edges["target"].to_numpy()[moved]] = True
     return changed
 

@@ -54,7 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
         if name != "run":
             subparser.add_argument("--json", action="store_true", help="print the answer as JSON")
-        types.add_silence(subparser)
+        types.add_verbosity_options(subparser)
 
 
 JOB_OPTION = VerbOption("--job", metavar="JOB", help="only this job")
@@ -357,7 +357,7 @@ def _show_top(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(picture))
         else:
-            read = _read(picture, views.HostPicture)
+            read = _read(picture, views.HostSnapshot)
             if live:
                 unwrap_stream(sys.stdout).write("\x1b[H\x1b[2J")
             terminal.print_lines(drawn, sys.stdout)
@@ -434,7 +434,7 @@ def _learn(args: argparse.Namespace) -> int:
         "traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)}
     )
     read = _read(answer, forms.TraceAnswer)
-    return _print_answer(args, answer, lambda _: views.render_learned_job(read))
+    return _print_answer(args, answer, lambda _: views.render_job_facts(read))
 
 
 def _find_job(args: argparse.Namespace, client: AgentClient) -> str:

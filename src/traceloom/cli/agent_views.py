@@ -77,7 +77,7 @@ class HostValues(msgspec.Struct, frozen=True):
     memory: tuple[float, float] | None = None
 
 
-class HostPicture(msgspec.Struct, frozen=True):
+class HostSnapshot(msgspec.Struct, frozen=True):
     """The current state of host, devices and processes."""
 
     status: StatusAnswer
@@ -227,7 +227,7 @@ def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]
     yield from render_table(columns, cells, ("", what), width)
 
 
-def render_top(picture: HostPicture, width: int) -> Iterator[Text]:
+def render_top(picture: HostSnapshot, width: int) -> Iterator[Text]:
     """Yields the current state of host, devices and processes."""
     state, host = picture.status, picture.host
     yield Text.assemble((sanitize(state.host), "bold"), f"  {_format_time(state.now_ns)}")
@@ -420,7 +420,7 @@ def build_metrics_document() -> list[dict[str, object]]:
     ]
 
 
-def render_learned_job(answer: TraceAnswer) -> Iterator[Text]:
+def render_job_facts(answer: TraceAnswer) -> Iterator[Text]:
     """Yields what a trace shows about its job, and which metrics that enables."""
     yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
     mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())

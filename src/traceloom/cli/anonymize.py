@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--force", action="store_true", help="replace what was written to OUT before"
     )
-    types.add_silence(parser)
+    types.add_verbosity_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

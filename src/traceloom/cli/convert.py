@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--force", action="store_true", help="overwrite the output")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
-    types.add_silence(parser)
+    types.add_verbosity_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

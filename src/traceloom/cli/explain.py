@@ -109,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows"
     )
-    types.add_silence(parser, "no address of the page behind the text")
+    types.add_verbosity_options(parser, "no address of the page behind the text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -772,7 +772,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for _, subparser in add_actions(parser, ACTIONS):
         add_server(subparser)
         subparser.add_argument("--json", action="store_true", help="print the answer as JSON")
-        types.add_silence(subparser)
+        types.add_verbosity_options(subparser)
 
 
 def run(args: argparse.Namespace) -> int:

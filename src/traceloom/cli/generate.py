@@ -89,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print what is known of the workload as JSON"
     )
     group.add_argument("--force", action="store_true", help="overwrite")
-    types.add_silence(group, "no closing line")
+    types.add_verbosity_options(group, "no closing line")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-cache", action="store_true", help="read the files again, without the cache"
     )
-    types.add_silence(group, "no progress, no summary, no closing line")
+    types.add_verbosity_options(group, "no progress, no summary, no closing line")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,10 +25,10 @@ def add_reading(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--no-cache", action="store_true", help="read the files again, without the cache"
     )
-    add_silence(group)
+    add_verbosity_options(group)
 
 
-def add_silence(
+def add_verbosity_options(
     group: argparse._ActionsContainer, quiet: str = "no progress, no closing line"
 ) -> None:
     """Adds the options about messages besides the result."""

@@ -123,7 +123,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="requester",
         help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
     )
-    types.add_silence(parser, "no line when it is ready")
+    types.add_verbosity_options(parser, "no line when it is ready")
 
 
 def run(args: argparse.Namespace) -> int:

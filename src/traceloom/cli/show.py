@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write a drawing: .html")
     parser.add_argument("--force", action="store_true", help="overwrite the file")
-    types.add_silence(parser)
+    types.add_verbosity_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -76,7 +76,7 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def is_asked(args: argparse.Namespace) -> bool:
+def wants_other_scale(args: argparse.Namespace) -> bool:
     """Whether another scale is requested.
 
     Raises:
@@ -494,7 +494,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads, simulates and shows; returns the exit code."""
     _check(args)
-    is_scaled = is_asked(args)
+    is_scaled = wants_other_scale(args)
     if args.sweep:
         return run_sweep(args)
     if is_scaled:

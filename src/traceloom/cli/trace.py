@@ -133,7 +133,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the request as JSON when it has ended"
     )
-    types.add_silence(parser)
+    types.add_verbosity_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -284,7 +284,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="wait until they are analysed")
     add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the service's answers as JSON")
-    types.add_silence(parser)
+    types.add_verbosity_options(parser)
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the verdict as JSON, with the ids of all nodes"
     )
-    types.add_silence(parser, "no progress; print nothing where nothing is wrong")
+    types.add_verbosity_options(parser, "no progress; print nothing where nothing is wrong")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ from traceloom.trace.session import Session
 RULES: tuple[FindingRule, ...] = (
     *host_waits.DATA_RULES,
     *interruptions.RULES,
-    *kernels.REPEATED_RULES,
+    *kernels.CAUSE_RULES,
     *stragglers.RULES,
     *host_waits.RULES,
     *transfers.RULES,

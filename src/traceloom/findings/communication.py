@@ -15,7 +15,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import whatif_many
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.notice import Abstention
 
@@ -66,7 +66,7 @@ def find_slow_links(context: Context) -> list[SlowTransfers]:
     """
     # Communication whose transfer is known.
     edges = context.graph.edges
-    is_transfer = pl.Series(context.graph.edges_of("rendezvous")) & edges["to_end"]
+    is_transfer = pl.Series(context.graph.edge_mask("rendezvous")) & edges["to_end"]
     transfers = edges.filter(is_transfer).select(
         node="target", transfer_ns=pl.col("delay_ns") + pl.col("residual_ns")
     )
@@ -202,7 +202,9 @@ def check_slow_links(context: Context) -> Iterator[Message]:
             confidence=0.6 if slow.certain else 0.4,
             advice="Look at the link between these devices (nvidia-smi topo -m, nvidia-smi nvlink -s, errors and "
             "retries of the network), at which way NCCL takes (NCCL_DEBUG=INFO), and at what else uses it.",
-            evidence=context.evidence(slow.nodes & context.select_kinds(*gs.COMMUNICATION)),
+            evidence=context.evidence(
+                slow.nodes & context.select_kinds(*graph_schema.COMMUNICATION)
+            ),
         )
 
 
@@ -219,7 +221,7 @@ _OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 def find_exposed_communication(context: Context) -> Iterator[Message]:
     """Reports communication that no compute hides, by kind."""
-    if not context.select_kinds(*gs.COMMUNICATION).any():
+    if not context.select_kinds(*graph_schema.COMMUNICATION).any():
         yield Abstention("exposed-communication", "no communication was recorded")
         return
     if not context.has_gpu_work:
@@ -231,7 +233,7 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
     for kind in rows["kind"].drop_nulls().unique().sort().to_list():
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[rows.filter(pl.col("kind") == kind)["node"].to_numpy()] = True
-        mask &= context.select_kinds(*gs.COMMUNICATION)
+        mask &= context.select_kinds(*graph_schema.COMMUNICATION)
         exposed_ns = context.compute_exposed_ns(mask)
         if not exposed_ns or (kind in _POINT_TO_POINT_KINDS and context.is_pipeline):
             continue
@@ -258,7 +260,7 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
             if movable
             else "What comes next needs its result: split the batch in two and compute one half while the other "
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
-            evidence=context.evidence(mask & ~context.select_kinds(gs.KERNEL)),
+            evidence=context.evidence(mask & ~context.select_kinds(graph_schema.KERNEL)),
             at_most_ns=at_most_ns,
             seen_ns=exposed_ns // max(context.rank_count, 1),
         )
@@ -271,7 +273,7 @@ def find_small_collectives(context: Context) -> Iterator[Message]:
         pl.col("in_bytes") > 0,
         pl.col("in_bytes") < _MAX_SMALL_BYTES,
     )
-    if not context.select_kinds(*gs.COMMUNICATION).any():
+    if not context.select_kinds(*graph_schema.COMMUNICATION).any():
         yield Abstention("small-collectives", "no communication was recorded")
         return
     for (kind,), messages in rows.group_by("kind", maintain_order=True):

@@ -27,7 +27,7 @@ from traceloom.analyze.steps import has_request_steps
 from traceloom.changes.changes import Change, select_event_nodes
 from traceloom.changes.scenario import Scenario, find_exposed_time
 from traceloom.graph import Plan, link_session
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.graph.law import Law, law
 from traceloom.system import units
@@ -74,9 +74,20 @@ Bools = NDArray[np.bool_]
 S = TypeVar("S")
 T = TypeVar("T")
 
-HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
+HOST_KINDS = (
+    graph_schema.HOST,
+    graph_schema.THINK,
+    graph_schema.WAIT,
+    graph_schema.LAUNCH,
+    graph_schema.BLOCK,
+)
 UNNAMED_HOST_TIME = "host time outside any recorded event"
-_DEVICE_KINDS = (gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)
+_DEVICE_KINDS = (
+    graph_schema.KERNEL,
+    graph_schema.COPY,
+    graph_schema.FILL,
+    *graph_schema.COMMUNICATION,
+)
 _MIN_INT64 = int(np.iinfo(np.int64).min)
 # Of the steps: with more time than this between them, they are not consecutive
 _MAX_STEP_GAP_SHARE = 0.1
@@ -192,7 +203,9 @@ class Context:
             return np.array([int(times.max()) - start if times.size else 0], dtype=np.int64)  # type: ignore[operator]
         step_index, start, end = self.node_step_index, times[0::2], times[1::2]
         counts = (step_index >= 0) & (
-            self.select_kinds(*_DEVICE_KINDS) if self.has_gpu_work else ~self.select_kinds(gs.WAIT)
+            self.select_kinds(*_DEVICE_KINDS)
+            if self.has_gpu_work
+            else ~self.select_kinds(graph_schema.WAIT)
         )
         last_ends = np.full(self.step_count, _MIN_INT64)
         np.maximum.at(last_ends, step_index[counts], end[counts])
@@ -243,7 +256,7 @@ class Context:
         """The sum over the steps: of all ranks together, or of the longest stage's."""
         if not self.is_pipeline:
             return self._measure_length_ns(np.ones(self.graph.nodes.height, dtype=np.bool_))
-        rank = self.graph.rank_numbers
+        rank = self.graph.node_ranks
         return max(self._measure_length_ns(rank == number) for number in np.unique(rank))
 
     def _measure_length_ns(self, nodes: Bools) -> int:
@@ -256,9 +269,17 @@ class Context:
             return span_ns
         device = (
             self.elsewhere[nodes]
-            & self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, *gs.COMMUNICATION)[nodes]
+            & self.select_kinds(
+                graph_schema.KERNEL,
+                graph_schema.COPY,
+                graph_schema.FILL,
+                *graph_schema.COMMUNICATION,
+            )[nodes]
         )
-        host = ~self.elsewhere[nodes] & self.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)[nodes]
+        host = (
+            ~self.elsewhere[nodes]
+            & self.select_kinds(graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)[nodes]
+        )
         if not device.any() or not host.any():
             return span_ns
         start_ns = max(int(end[device].max()), int(start[host].min()))
@@ -416,7 +437,7 @@ class Context:
         """
         mask = np.zeros(self.graph.nodes.height, dtype=np.bool_)
         for trace, trace_rows in self.split_by_trace(rows):
-            mask |= self.nodes_of(trace, trace_rows["event"])
+            mask |= self.node_mask(trace, trace_rows["event"])
         return mask
 
     @cached_property
@@ -460,12 +481,14 @@ class Context:
 
     def select_kinds(self, *kinds: str) -> Bools:
         """Returns the nodes of some kinds, shape (nodes,)."""
-        return self.graph.nodes_of(*kinds)
+        return self.graph.node_mask(*kinds)
 
     @cached_property
     def has_gpu_work(self) -> bool:
         """Whether any GPU work was recorded."""
-        return bool(self.select_kinds(gs.KERNEL, gs.COPY, gs.FILL).any())
+        return bool(
+            self.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL).any()
+        )
 
     @cached_property
     def stacks(self) -> bool:
@@ -487,7 +510,7 @@ class Context:
             (trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height
         ]
 
-    def nodes_of(self, trace: Trace, events: pl.Series) -> Bools:
+    def node_mask(self, trace: Trace, events: pl.Series) -> Bools:
         """Returns the graph's nodes for some events (rows) of one trace, shape (nodes,)."""
         several = len(self.session.traces) > 1
         return select_event_nodes(self.graph, trace.rank if several else None, events)
@@ -514,7 +537,7 @@ class Context:
         calls = np.zeros(trace.events.height + 1, dtype=np.bool_)
         calls[host.to_numpy()] = True
         launched = np.flatnonzero(gather_rows(calls, get_event_column(trace, "launch", NO_ROW)))
-        return self.nodes_of(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
+        return self.node_mask(trace, pl.concat([host, pl.Series(launched, dtype=pl.UInt32)]))
 
     def changed(self, base: Scenario, changes: Sequence[Change]) -> Scenario:
         """Returns the scenario with changes in the analysed steps only, even if the graph has work
@@ -535,7 +558,7 @@ class Context:
 
     def list_ranks(self, nodes: Bools) -> list[int]:
         """Returns the ranks of some nodes, ascending."""
-        return [rank for rank in np.unique(self.graph.rank_numbers[nodes]).tolist() if rank >= 0]
+        return [rank for rank in np.unique(self.graph.node_ranks[nodes]).tolist() if rank >= 0]
 
     def work_ns(self, nodes: Bools) -> int:
         """Returns the summed work of some nodes, ns."""
@@ -543,7 +566,7 @@ class Context:
 
     def compute_work_by_rank(self, nodes: Bools) -> dict[int, int]:
         """Returns the summed work of some nodes by rank, ns, the smallest rank first."""
-        ranks, rank_index = np.unique(self.graph.rank_numbers[nodes], return_inverse=True)
+        ranks, rank_index = np.unique(self.graph.node_ranks[nodes], return_inverse=True)
         sums = np.zeros(ranks.size, dtype=np.int64)
         np.add.at(sums, rank_index, self.graph.nodes["work_ns"].to_numpy()[nodes])
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
@@ -592,10 +615,10 @@ class Context:
             if (
                 trace is not None
                 and row["event"] is not None
-                and row["kind"] in (gs.KERNEL, gs.COPY, gs.FILL)
+                and row["kind"] in (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
             ):
                 start, lane = (trace.events[key][row["event"]] for key in ("start_ns", "lane"))
-            on_host = row["kind"] in (gs.HOST, gs.THINK, gs.WAIT)
+            on_host = row["kind"] in (graph_schema.HOST, graph_schema.THINK, graph_schema.WAIT)
             frame_name = (
                 self._find_covering_frame(trace, row, start)
                 if on_host and trace is not None
@@ -603,7 +626,7 @@ class Context:
             )
             label = frame_name or (
                 shorten_name(row["name"])
-                if row["name"] and row["kind"] != gs.THINK
+                if row["name"] and row["kind"] != graph_schema.THINK
                 else UNNAMED_HOST_TIME
             )
             entries.append(Evidence(label, row["rank"], start, row["duration_ns"], lane))

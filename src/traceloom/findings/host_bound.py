@@ -24,7 +24,7 @@ from traceloom.findings.host_waits import (
     waits_for_requests,
 )
 from traceloom.findings.rule import Candidate, FindingRule, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.arrays import NO_ROW, NULL, gather_rows, get_event_column
@@ -132,7 +132,9 @@ def _select_host_work_during_gaps(context: Context) -> pl.DataFrame:
     """Returns what the launching threads do while the GPU waits for them, as
     `Context.stretches`.
     """
-    host = context.stretches(context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH))
+    host = context.stretches(
+        context.select_kinds(graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
+    )
     parts = [host.clear()]
     # Of each gap the late part, from where it begins.
     all_late = (
@@ -206,7 +208,7 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
     nodes, edges = context.graph.nodes, context.graph.edges
     in_loops = np.zeros(nodes.height, dtype=np.bool_)
     calls: dict[str, int] = {}
-    host = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = context.select_kinds(graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
     for trace in context.traces:
         loops = context.in_step(context.ask(trace, _find_element_loops))
@@ -214,7 +216,7 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
             loops.sort("calls", descending=True).head(_MAX_LOOPS) if loops.height else loops
         ).to_dicts():
             end_nodes = [
-                np.flatnonzero(host & context.nodes_of(trace, pl.Series([row[end]])))
+                np.flatnonzero(host & context.node_mask(trace, pl.Series([row[end]])))
                 for end in ("first", "last")
             ]
             if end_nodes[0].size and end_nodes[1].size:
@@ -229,13 +231,13 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
         (edges["kind"].cast(pl.String) == "launch") & pl.Series(in_loops)[edges["source"]]
     )
     in_loops[launched.to_numpy()] = True
-    return in_loops & ~context.select_kinds(*gs.COMMUNICATION), calls
+    return in_loops & ~context.select_kinds(*graph_schema.COMMUNICATION), calls
 
 
 def find_python_bound(context: Context) -> Iterator[Message]:
     """Reports Python between operators that delays the step."""
     if (
-        not context.select_kinds(gs.HOST).any()
+        not context.select_kinds(graph_schema.HOST).any()
         or not (context.graph.nodes["category"] == cat.OP).any()
     ):
         yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
@@ -248,10 +250,14 @@ def find_python_bound(context: Context) -> Iterator[Message]:
         return
     loops, calls = find_loops(context)
     if (
-        context.work_ns(loops & ~context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL))
+        context.work_ns(
+            loops & ~context.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
+        )
         >= _MIN_GAP_SHARE * context.whole_ns
     ):
-        host = loops & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
+        host = loops & context.select_kinds(
+            graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH
+        )
         call_list = ", ".join(
             f"{shorten_name(name)} {units.format_count(count)} times"
             for name, count in sorted(calls.items())[:3]
@@ -336,7 +342,7 @@ _MAX_PERIOD = 6  # operators at most in the repeated pattern of tiny ones
 _MIN_REPETITIONS = 24  # minimum repetitions in a row
 _MAX_TINY_NS = 40_000  # the median of their recorded times
 _MIN_TINY_SHARE = 0.05  # of the step
-_HOST_KINDS = (gs.HOST, gs.THINK)
+_HOST_KINDS = (graph_schema.HOST, graph_schema.THINK)
 
 
 def find_host_copies(context: Context) -> Iterator[Message]:
@@ -436,7 +442,7 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
     for trace in context.traces:
         for row in context.in_step(context.ask(trace, _find_repeated_operators)).to_dicts():
             end_nodes = [
-                np.flatnonzero(context.nodes_of(trace, pl.Series([row[end]])))
+                np.flatnonzero(context.node_mask(trace, pl.Series([row[end]])))
                 for end in ("first", "last")
             ]
             if not end_nodes[0].size or not end_nodes[1].size:

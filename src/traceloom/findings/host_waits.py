@@ -35,7 +35,7 @@ from traceloom.findings.context import (
     shorten_name,
 )
 from traceloom.findings.rule import Candidate, FindingRule, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.batch import concatenate_by_trace
@@ -102,7 +102,7 @@ def find_pauses(context: Context) -> Iterator[Message]:
     ranks = context.list_ranks(long)
     # One rank alone may be the cause: it is reported first, where it saves as much as all of them
     if len(ranks) > 1:
-        rank_of = context.graph.rank_numbers
+        rank_of = context.graph.node_ranks
         times = {rank: context.work_ns(long & (rank_of == rank)) for rank in ranks}
         ordered_ranks = sorted(ranks, key=lambda rank: (-times[rank], rank))
         for rank in ordered_ranks[:_MAX_RANKS]:
@@ -118,10 +118,10 @@ def find_pauses(context: Context) -> Iterator[Message]:
 def select_time_between_operators(context: Context) -> Bools:
     """Returns host time between operators that no other rule covers."""
     nodes = context.graph.nodes
-    frames = pl.Series(context.select_kinds(gs.HOST)) & nodes["category"].cast(pl.String).is_in(
-        [cat.ANNOTATION, cat.PYTHON]
-    )
-    between = context.select_kinds(gs.THINK) | frames.fill_null(value=False).to_numpy()
+    frames = pl.Series(context.select_kinds(graph_schema.HOST)) & nodes["category"].cast(
+        pl.String
+    ).is_in([cat.ANNOTATION, cat.PYTHON])
+    between = context.select_kinds(graph_schema.THINK) | frames.fill_null(value=False).to_numpy()
     claimed_masks = (
         match_node_names(context.graph, pattern)
         for pattern in (DATA_LOADING_PATTERN, GARBAGE_COLLECTION_PATTERN, _COLLECTIVES_PATTERN)
@@ -266,7 +266,7 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
         site = waiting.setdefault(
             (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, no_nodes)
         )
-        site.nodes |= context.nodes_of(trace, site_calls["event"])
+        site.nodes |= context.node_mask(trace, site_calls["event"])
         site.blocked_ns += int(site_calls["blocked_ns"].sum())
         site.pageable += row["pageable_count"]
         site.evidence += [

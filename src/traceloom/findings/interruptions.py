@@ -17,7 +17,7 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.changes.changes import Change, NodeSelection, match_node_names
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message, Remark
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.batch import concatenate_by_trace
@@ -27,7 +27,7 @@ from traceloom.trace.session import Session
 _AUTOTUNING_PATTERN = (
     r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
 )
-_HOST_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH)
+_HOST_WORK_KINDS = (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
 # Recording is reported from this ratio of recorded to unrecorded steps on
 _MIN_OVERHEAD_RATIO = 1.05
 
@@ -35,7 +35,7 @@ _MIN_OVERHEAD_RATIO = 1.05
 def find_garbage_collections(context: Context) -> Iterator[Message]:
     """Reports garbage collections of Python in the step."""
     mask = match_node_names(context.graph, GARBAGE_COLLECTION_PATTERN) & context.select_kinds(
-        gs.HOST, gs.THINK
+        graph_schema.HOST, graph_schema.THINK
     )
     nodes = context.graph.nodes
     # Frames and annotations that the graph only has as time of other nodes.
@@ -50,7 +50,7 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
             mask |= (start <= gap_start_ns) & (end >= gap_start_ns + gap_ns)
         if len(context.traces) > 1:
             mask &= nodes["rank"].eq_missing(pl.Series([trace.rank], dtype=pl.Int32)[0]).to_numpy()
-        mask &= context.select_kinds(gs.HOST, gs.THINK)
+        mask &= context.select_kinds(graph_schema.HOST, graph_schema.THINK)
     if not mask.any():
         yield from _report_unrecorded_host(context, "garbage-collection")
         return
@@ -66,7 +66,7 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
 
 
 def _report_unrecorded_host(context: Context, slug: str) -> Iterator[Abstention]:
-    if not context.select_kinds(gs.HOST).any():
+    if not context.select_kinds(graph_schema.HOST).any():
         yield Abstention(slug, "nothing was recorded of the host")
 
 
@@ -101,7 +101,7 @@ def find_compilations(context: Context) -> Iterator[Message]:
 def find_autotuning(context: Context) -> Iterator[Message]:
     """Reports autotuning of kernels in the step."""
     mask = match_node_names(context.graph, _AUTOTUNING_PATTERN) & context.select_kinds(
-        *_HOST_WORK_KINDS, gs.KERNEL
+        *_HOST_WORK_KINDS, graph_schema.KERNEL
     )
     for trace in context.traces:
         vocabulary = build_vocabulary(trace)
@@ -197,7 +197,7 @@ def _compute_slow_steps(session: Session) -> SlowSteps | None:
     }
     if len(complete_steps) < MIN_STEPS:
         return None
-    return analyze.slow_steps([analyze.rank_part(trace) for trace in session.traces])
+    return analyze.slow_steps([analyze.summarize_rank(trace) for trace in session.traces])
 
 
 def find_slow_steps(context: Context) -> Iterator[Message]:

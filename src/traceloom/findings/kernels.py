@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.autograd import find_recomputed_work
-from traceloom.analyze.host_time import is_in_passes
+from traceloom.analyze.host_time import mask_pass_events
 from traceloom.analyze.intervals import compute_coverage, merge_intervals
 from traceloom.analyze.kernel_kinds import classify_kinds
 from traceloom.analyze.kernel_rules import classify_matrix_units
@@ -20,7 +20,7 @@ from traceloom.analyze.roofline import select_modelled_work
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.notice import Abstention, Evidence
@@ -60,8 +60,8 @@ def _find_slow_matmuls(context: Context) -> tuple[Bools, Bools, bool]:
     for trace, rows in context.split_by_trace(matches):
         unaligned |= context.below(trace, rows["event"])
     for trace in context.traces:
-        unused |= context.nodes_of(trace, context.ask(trace, _select_scalar_matmuls))
-    kernels = context.select_kinds(gs.KERNEL)
+        unused |= context.node_mask(trace, context.ask(trace, _select_scalar_matmuls))
+    kernels = context.select_kinds(graph_schema.KERNEL)
     return unaligned & kernels, unused & kernels & ~unaligned, bool(rules["checked"].any())
 
 
@@ -236,8 +236,8 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
     """Reports kernels of the step that take longer than the same kernels elsewhere in the run."""
     for trace in context.traces:
         slow = context.ask(trace, _select_slow_kernels)
-        computing = context.select_kinds(gs.KERNEL)  # communication waits for others
-        mask = context.own(context.nodes_of(trace, slow["event"])) & computing
+        computing = context.select_kinds(graph_schema.KERNEL)  # communication waits for others
+        mask = context.own(context.node_mask(trace, slow["event"])) & computing
         if not mask.any():
             continue
         slow = slow.filter(
@@ -249,7 +249,7 @@ def find_slow_kernels(context: Context) -> Iterator[Message]:
         nodes = context.graph.nodes.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
         kernels = nodes.filter(pl.Series(mask))
         communication = nodes.filter(
-            pl.Series(context.select_kinds(*gs.COMMUNICATION)),
+            pl.Series(context.select_kinds(*graph_schema.COMMUNICATION)),
             pl.col("rank").is_in(kernels["rank"].implode(), nulls_equal=True),
         )
         spans = merge_intervals(
@@ -315,11 +315,13 @@ RULES = (
 )
 
 # Of the host time of an optimizer that goes tensor by tensor, when it is fused
-_OPTIMIZER_LEFT = 0.15
-_NORM_LEFT = 0.35  # of the time of a normalisation made of several operators, when it is one
+_FUSED_OPTIMIZER_FACTOR = 0.15
+_FUSED_NORM_FACTOR = (
+    0.35  # of the time of a normalisation made of several operators, when it is one
+)
 _ADD_OPS = ("aten::add", "aten::add_")
 # Operators around the root of a normalisation that may belong to it
-_OPS_BEFORE_ROOT, _OPS_AFTER_ROOT = (
+_OPS_BEFORE_RSQRT, _OPS_AFTER_ROOT = (
     5,
     4,
 )
@@ -352,7 +354,9 @@ def find_recomputation(context: Context) -> Iterator[Message]:
             )
     if not mask.any():
         return
-    on_device = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)
+    on_device = mask & context.select_kinds(
+        graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL
+    )
     time = context.work_ns(context.own(on_device if on_device.any() else mask))
     yield Candidate(
         title=f"activation checkpointing repeats {context.format_time_per_step(time)} of forward work{context.rank_sum_suffix}",
@@ -375,7 +379,7 @@ def _select_recomputing_nodes(context: Context, trace: Trace, roots: Bools) -> B
         end=pl.col("start_ns") + pl.col("duration_ns")
     )
     tree_nodes = nodes.filter(
-        pl.Series(context.nodes_of(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32)))
+        pl.Series(context.node_mask(trace, pl.Series([*root_rows, *holder_rows], dtype=pl.UInt32)))
     )
     holders = pl.DataFrame({"event": root_rows, "holder": holder_rows}).cast(pl.UInt32)
     until = (
@@ -405,18 +409,22 @@ def find_unfused_optimizer(context: Context) -> Iterator[Message]:
     matches = context.in_step(matches)
     for trace, rows in context.split_by_trace(matches):  # a closure makes the passes inside of it
         mask |= context.below(trace, rows["event"]) & ~context.inside(
-            trace, context.ask(trace, is_in_passes)
+            trace, context.ask(trace, mask_pass_events)
         )
-    host = mask & context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
+    host = mask & context.select_kinds(graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
     if not host.any():
         return
-    gpu = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL)
+    gpu = mask & context.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
     time = context.work_ns(host)
     yield Candidate(
         title=f"the optimizer steps tensor by tensor: {units.format_duration(time)} of host time, "
         f"{units.format_quantity(int(gpu.sum()), 'kernel')}{context.rank_sum_suffix}",
         changes=(
-            Change("scale", NodeSelection("optimizer on the host", host, "host"), _OPTIMIZER_LEFT),
+            Change(
+                "scale",
+                NodeSelection("optimizer on the host", host, "host"),
+                _FUSED_OPTIMIZER_FACTOR,
+            ),
         ),
         confidence=0.7,
         advice="Use the fused or foreach implementation: `torch.optim.AdamW(..., fused=True)`.",
@@ -440,17 +448,25 @@ def find_unfused_norms(context: Context) -> Iterator[Message]:
             mask |= context.below(trace, rows["event"])
     if not mask.any():
         return
-    kernels = mask & context.select_kinds(gs.KERNEL)
+    kernels = mask & context.select_kinds(graph_schema.KERNEL)
     if not kernels.any():
         return
     in_steps = context.own(kernels)
-    all_but_waits = mask & context.select_kinds(gs.KERNEL, gs.COPY, gs.FILL, gs.HOST, gs.LAUNCH)
+    all_but_waits = mask & context.select_kinds(
+        graph_schema.KERNEL,
+        graph_schema.COPY,
+        graph_schema.FILL,
+        graph_schema.HOST,
+        graph_schema.LAUNCH,
+    )
     yield Candidate(
         title=f"{units.format_count(count)} normalisations are made of {context.many(int(in_steps.sum()))} kernels "
         f"({context.format_time_per_step(context.work_ns(in_steps))}{context.rank_sum_suffix})",
         changes=(
             Change(
-                "scale", NodeSelection("normalisations, fused", all_but_waits, "gpu"), _NORM_LEFT
+                "scale",
+                NodeSelection("normalisations, fused", all_but_waits, "gpu"),
+                _FUSED_NORM_FACTOR,
             ),
         ),
         confidence=0.6,
@@ -485,7 +501,7 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
         low = index
         while (
             low > 0
-            and index - low < _OPS_BEFORE_ROOT
+            and index - low < _OPS_BEFORE_RSQRT
             and names[low - 1] in norm_ops
             and lanes[low - 1] == lanes[index]
         ):
@@ -509,7 +525,7 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(members, schema=nothing.schema, orient="row")
 
 
-REPEATED_RULES = (
+CAUSE_RULES = (
     FindingRule("recomputation", "activation checkpointing repeats work", find_recomputation),
     FindingRule(
         "unfused-optimizer", "an optimizer that steps tensor by tensor", find_unfused_optimizer

@@ -17,7 +17,7 @@ from traceloom.changes.whatif import whatif_many
 from traceloom.findings.communication import build_balanced_exchange
 from traceloom.findings.context import Bools, Context
 from traceloom.findings.rule import Candidate, FindingRule, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
@@ -25,7 +25,14 @@ from traceloom.trace.notice import Abstention, Evidence
 _MAX_RANKS = 4
 _NO_SHARED_COMMUNICATION = "the ranks share no communication, so none waits for another"
 _MIN_IMBALANCE = 1.05
-_WORK_KINDS = (gs.HOST, gs.THINK, gs.LAUNCH, gs.KERNEL, gs.COPY, gs.FILL)
+_WORK_KINDS = (
+    graph_schema.HOST,
+    graph_schema.THINK,
+    graph_schema.LAUNCH,
+    graph_schema.KERNEL,
+    graph_schema.COPY,
+    graph_schema.FILL,
+)
 _MIN_BLAME_SHARE = 0.1  # of all waiting: the least share that is due to a rank that is called slow
 _ADVICE = {
     "compute": "its share of the work, its clocks and power, what else runs on its device.",
@@ -67,7 +74,7 @@ def find_stragglers(context: Context) -> Iterator[Message]:
     latest = slow or sorted(works, key=lambda rank: -(works[rank] + first_starts[rank]))
     ranks = [rank for rank in latest if rank in context.meeting][:_MAX_RANKS]
     # Ranks that were given more to do, by more than their compute takes longer in total.
-    kernels = context.select_kinds(gs.KERNEL)
+    kernels = context.select_kinds(graph_schema.KERNEL)
     worst = _find_busiest_rank(context, kernels) if kernels.any() else None
     measures = _select_uneven_measures(context)
     if worst is not None:
@@ -153,7 +160,7 @@ def _select_host_stretches(context: Context, *, host: bool) -> pl.DataFrame:
     """Returns what the hosts of all ranks do, to compare late ones with the others; empty where the
     host is not the cause.
     """
-    work = context.select_kinds(gs.HOST, gs.THINK, gs.LAUNCH)
+    work = context.select_kinds(graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
     return context.stretches(work if host else np.zeros_like(work))
 
 
@@ -165,14 +172,19 @@ def _compute_lag_ns(context: Context, ranks: tuple[int, ...]) -> int:
     """
     in_step = True if context.elsewhere is None else ~context.elsewhere
     lag_ns = 0
-    for node_kinds in ((gs.HOST, gs.THINK, gs.LAUNCH), (gs.KERNEL, gs.COPY, gs.FILL)):
+    for node_kinds in (
+        (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH),
+        (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL),
+    ):
         works = context.compute_work_by_rank(context.select_kinds(*node_kinds) & in_step)
         other_works = [work for rank, work in works.items() if rank not in ranks]
         max_work = max((works.get(rank, 0) for rank in ranks), default=0)
         lag_ns += max(max_work - round(float(np.median(other_works or [max_work]))), 0)
     if context.is_pipeline:  # when a stage begins its step is up to the schedule
         return lag_ns
-    first_starts = find_first_starts(context.graph, gs.HOST, gs.THINK, gs.LAUNCH)
+    first_starts = find_first_starts(
+        context.graph, graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH
+    )
     typical = float(
         np.median([start for rank, start in first_starts.items() if rank not in ranks] or [0])
     )
@@ -215,7 +227,7 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
         advice="Give every rank the same amount of work: sequence lengths, tokens per expert, table shards.",
         evidence=(
             Evidence(f"kernels of rank {rank}", rank, total_ns=largest),
-            *context.evidence(mask & (context.graph.rank_numbers == rank), 2),
+            *context.evidence(mask & (context.graph.node_ranks == rank), 2),
         ),
     )
 
@@ -249,7 +261,7 @@ def find_shard_imbalance(context: Context) -> Iterator[Message]:
     work = concatenate_by_trace(classify_kinds(trace) for trace in context.traces)
     mask = context.select_nodes_of_stacked_events(
         work.filter(pl.col("kind") == "embedding")
-    ) & context.select_kinds(gs.KERNEL)
+    ) & context.select_kinds(graph_schema.KERNEL)
     worst = _find_busiest_rank(context, mask) if mask.any() else None
     if worst is None:
         return
@@ -259,7 +271,7 @@ def find_shard_imbalance(context: Context) -> Iterator[Message]:
         changes=(Change("balance", NodeSelection("embedding kernels", mask, "kernels")),),
         confidence=0.5,
         advice="Plan the shards by measured cost: split large tables by row or column, move tables between ranks.",
-        evidence=context.evidence(mask & (context.graph.rank_numbers == rank)),
+        evidence=context.evidence(mask & (context.graph.node_ranks == rank)),
     )
 
 
@@ -365,7 +377,7 @@ def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[flo
     if context.steps is not None:
         last = rows.filter(pl.col("stage") == pl.col("stage").max().over("pipeline"))["rank"]
         received = context.graph.nodes.filter(
-            pl.Series(context.select_kinds(gs.RECEIVE)),
+            pl.Series(context.select_kinds(graph_schema.RECEIVE)),
             pl.col("rank").is_in(last.implode()),
             pl.col("step").is_in(list(context.steps)),
         )

@@ -10,7 +10,7 @@ import polars as pl
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
@@ -39,7 +39,7 @@ def _select_host_device_copies(context: Context) -> pl.DataFrame:
 
 def find_round_trip_copies(context: Context) -> Iterator[Message]:
     """Reports bytes that go to the host and come back."""
-    if not context.select_kinds(gs.COPY).any():
+    if not context.select_kinds(graph_schema.COPY).any():
         if not context.has_gpu_work:
             yield Abstention("needless-copies", "no GPU work was recorded")
         return
@@ -58,10 +58,10 @@ def find_round_trip_copies(context: Context) -> Iterator[Message]:
         pairs += len(paired) // 2
         rows = pl.Series(paired, dtype=pl.UInt32)
         calls = trace.events["launch"][rows]
-        mask |= context.nodes_of(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
+        mask |= context.node_mask(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
     if not pairs or not mask.any():
         return
-    on_device = mask & context.select_kinds(gs.COPY)
+    on_device = mask & context.select_kinds(graph_schema.COPY)
     selection = NodeSelection("copies to the host and back", mask, "copies")
     yield Candidate(
         title=f"{units.format_count(pairs)} times data goes to the host and as many bytes come back: "
@@ -86,7 +86,7 @@ def find_device_copies(context: Context) -> Iterator[Message]:
         if name == "aten::copy_" and parents[op] is not None:  # the operator that made the copy
             name = names[parents[op]]
         op_times[shorten_name(name)] = op_times.get(shorten_name(name), 0) + duration_ns
-    mask &= context.select_kinds(gs.COPY)
+    mask &= context.select_kinds(graph_schema.COPY)
     time = context.work_ns(mask)
     if not mask.any() or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
         return
@@ -107,7 +107,7 @@ def find_exposed_copies(context: Context) -> Iterator[Message]:
     """Reports copies between host and device while nothing computes."""
     mask = context.select_nodes_of_stacked_events(
         _select_host_device_copies(context)
-    ) & context.select_kinds(gs.COPY)
+    ) & context.select_kinds(graph_schema.COPY)
     if context.compute_exposed_ns(mask) < _MIN_SHARE * context.whole_ns:
         return
     in_steps = context.own(mask)

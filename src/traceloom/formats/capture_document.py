@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from traceloom.errors import other_version
-from traceloom.system.text import clean_json
+from traceloom.system.text import replace_json_surrogates
 from traceloom.trace.notice import Notice
 
 FORMAT, VERSION = "traceloom-capture", 1
@@ -120,7 +120,7 @@ def decode(text: bytes, location: object) -> tuple[dict[str, Any], list[Notice]]
     """
     try:
         document = json.loads(text.decode("utf-8", "replace"))
-        document, replaced = clean_json(document)
+        document, replaced = replace_json_surrogates(document)
     except (ValueError, RecursionError):
         return None
     if not isinstance(document, dict) or document.get("format") != FORMAT:

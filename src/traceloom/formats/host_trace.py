@@ -39,7 +39,7 @@ from traceloom.formats.text_stream import (
     read_text_pieces,
 )
 from traceloom.system.gzip_stream import ProgressCallback
-from traceloom.system.text import clean_json
+from traceloom.system.text import replace_json_surrogates
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import GROUP_LIST, HOST_OPS, SCHEMAS, HostTrace
 
@@ -579,7 +579,7 @@ class HostTraceScanner(TextBuffer):
                 value = _parse_document(b'{"value":' + match.group(2) + b"}")
                 if value is not None:
                     entries[match.group(1).decode("utf-8", "replace")] = value["value"]
-        cleaned, replaced = clean_json(entries)
+        cleaned, replaced = replace_json_surrogates(entries)
         if replaced:
             self._damage.note("replaced-text", f"byte {self._base} of the text", replaced)
         self.envelope |= cleaned
@@ -754,5 +754,5 @@ def _parse_group_list(inputs: str | None) -> tuple[list[Any], bool]:
                 break
             items.append(item)
             position = text.find("{", position)
-        return clean_json(items)[0], False
-    return (clean_json(groups)[0], True) if isinstance(groups, list) else ([], False)
+        return replace_json_surrogates(items)[0], False
+    return (replace_json_surrogates(groups)[0], True) if isinstance(groups, list) else ([], False)

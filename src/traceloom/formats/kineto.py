@@ -43,9 +43,9 @@ from traceloom.formats.links import (
     build_collective_frame,
     build_flow_frame,
     build_source_frame,
+    external_ids_repeat_correlations,
     find_launches,
     find_ops,
-    is_correlation_repeated,
 )
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
 from traceloom.trace import vocabulary as cat
@@ -459,7 +459,7 @@ class _FileEvents:
         self._events_of: dict[str, Ints] = {}
         self.correlation = self.spread("correlation", "calls", "device")
         self.external = self.spread("external", "ops", "calls", "device")
-        if is_correlation_repeated(
+        if external_ids_repeat_correlations(
             self.external, self.correlation, gather_rows(_IS_WORK, self.category)
         ):
             self.external[gather_rows(_IS_WORK, self.category)] = NULL

@@ -20,7 +20,7 @@ from traceloom.formats.kineto_fields import EXACT, FAST, decode_loosely, needs_t
 from traceloom.formats.repair import BETWEEN, EVENTS, EventRecovery, find_complete_end
 from traceloom.formats.resync import PARSE_ERRORS, DamageLog, JsonScanner, parse_error_offset
 from traceloom.formats.text_stream import BraceIndex, TextBuffer, TextObserver, locate_entries
-from traceloom.system.text import clean_json
+from traceloom.system.text import replace_json_surrogates
 
 SLICE = 1 << 19
 _BOUNDARY_WINDOW = 1 << 16  # bytes in which a boundary is searched
@@ -444,7 +444,7 @@ class Document(TextBuffer):
 
 def store_entry(metadata: dict[str, Any], key: str, value: Any, damage: DamageLog) -> None:
     """Stores one top-level entry, which may exist already."""
-    (key, value), replaced = clean_json([key, value])
+    (key, value), replaced = replace_json_surrogates([key, value])
     if replaced:
         damage.note("replaced-text", f"$.{key}", replaced)
     previous = metadata.get(key)

@@ -93,7 +93,7 @@ def find_ops(  # noqa: PLR0917  (columns of events)
     return out
 
 
-def is_correlation_repeated(external: Ints, correlation: Ints, is_work: Bools) -> bool:
+def external_ids_repeat_correlations(external: Ints, correlation: Ints, is_work: Bools) -> bool:
     """Whether the external ids of GPU work only repeat its correlations (older writers); then they
     identify no op.
     """

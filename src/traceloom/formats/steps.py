@@ -12,7 +12,7 @@ from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import parse_thread_clocks
-from traceloom.trace.trace import REQUEST, SCHEMAS, make_empty_frame
+from traceloom.trace.trace import REQUEST, SCHEMAS, build_empty_frame
 
 NO_STEP = -(2**31)
 _MIN_OCCURRENCES = 3  # occurrences that make an annotation regular
@@ -194,7 +194,7 @@ def _find_regular_steps(
         text = (
             "the trace has no steps: no ProfilerStep, no mark of Traceloom, no regular annotation"
         )
-        return make_empty_frame("steps"), [
+        return build_empty_frame("steps"), [
             Notice("no-steps", "info", text)
         ] if events.height else []
     spans = best[1].select(

@@ -12,7 +12,7 @@ import polars as pl
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import (
     Graph,
     LastGraphCache,
@@ -36,7 +36,7 @@ def find_overlapping_edges(graph: Graph) -> Ints:
     cached = _overlap_cache.of(graph)
     if cached is not None:
         return cached
-    kind = graph.edges["kind"].to_physical().to_numpy() == gs.EDGE_KINDS.index("stream")
+    kind = graph.edges["kind"].to_physical().to_numpy() == graph_schema.EDGE_KINDS.index("stream")
     started = ~graph.edges["from_end"].to_numpy() & ~graph.edges["to_end"].to_numpy()
     return _overlap_cache.put(graph, np.flatnonzero(kind & started))
 
@@ -159,15 +159,17 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     )
     node_kind = get_column_array(graph, nodes["kind"])
     from_kind, to_kind = node_kind[source], node_kind[target]
-    transfer = (from_kind == gs.NODE_KINDS.index(gs.RENDEZVOUS)) & edges["to_end"].to_numpy()
-    external = (to_kind == gs.NODE_KINDS.index(gs.ARRIVAL)) | np.isin(
+    transfer = (from_kind == graph_schema.NODE_KINDS.index(graph_schema.RENDEZVOUS)) & edges[
+        "to_end"
+    ].to_numpy()
+    external = (to_kind == graph_schema.NODE_KINDS.index(graph_schema.ARRIVAL)) | np.isin(
         kind, _get_kind_codes(("origin",))
     )
-    guessed = get_column_array(graph, edges["evidence"]) == gs.EVIDENCE.index("assumed")
-    external |= guessed & (kind == gs.EDGE_KINDS.index("cross-thread"))
+    guessed = get_column_array(graph, edges["evidence"]) == graph_schema.EVIDENCE.index("assumed")
+    external |= guessed & (kind == graph_schema.EDGE_KINDS.index("cross-thread"))
     has_class = np.isin(kind, _get_kind_codes(TIMED_KINDS)) & ~transfer & ~external
     # The order of the ends of works that overlap takes no time.
-    has_class &= ~(edges["to_end"].to_numpy() & (kind == gs.EDGE_KINDS.index("stream")))
+    has_class &= ~(edges["to_end"].to_numpy() & (kind == graph_schema.EDGE_KINDS.index("stream")))
     meanwhile = find_overlapping_edges(graph)
     has_class[meanwhile] = False
     rows = np.flatnonzero(has_class)
@@ -183,7 +185,7 @@ def classify_edges(graph: Graph) -> EdgeClasses:
     name = np.zeros(rows.size, dtype=np.int64, like=kind)
     name[first | last] = code[name_of]
     overlapping = ~edges["from_end"].to_numpy()[rows] & ~first & ~last
-    kinds = len(gs.NODE_KINDS)
+    kinds = len(graph_schema.NODE_KINDS)
     kind_pair = np.where(first, 0, from_kind[rows]) * kinds + np.where(last, 0, to_kind[rows])
     key = ((kind.astype(np.int64) * kinds * kinds + kind_pair) * 2 + overlapping) * (
         calls.len() + 1
@@ -215,7 +217,9 @@ def classify_edges(graph: Graph) -> EdgeClasses:
 
 
 def _get_kind_codes(kinds: tuple[str, ...]) -> list[int]:
-    return [gs.EDGE_KINDS.index(kind) for kind in kinds if kind in gs.EDGE_KINDS]
+    return [
+        graph_schema.EDGE_KINDS.index(kind) for kind in kinds if kind in graph_schema.EDGE_KINDS
+    ]
 
 
 def get_default_delays_ns(table: pl.DataFrame) -> Ints:
@@ -298,7 +302,7 @@ def compute_own_times(graph: Graph, edge_classes: EdgeClasses) -> Ints:
 
 # Which edge was the last depends on the delays, which depend on which edge was the last
 _MAX_ROUNDS = 4
-_CALL_KINDS = (gs.BLOCK, gs.LAUNCH)
+_CALL_KINDS = (graph_schema.BLOCK, graph_schema.LAUNCH)
 _MIN_TIME = np.iinfo(np.int64).min // 2
 
 
@@ -462,7 +466,7 @@ def calibrate(graph: Graph) -> Graph:
         extra_rows.append(
             (str(kind), ANY_PLACE, int(rows["count"].sum()), most_common["median_ns"])
         )
-    schema = gs.GRAPH_SCHEMAS["delays"]
+    schema = graph_schema.GRAPH_SCHEMAS["delays"]
     kind_delays = pl.DataFrame(extra_rows, schema=schema, orient="row")
     calibrated = replace(
         graph,
@@ -497,11 +501,17 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     waiting for other threads cost nothing themselves.
     """
     kind = get_column_array(graph, graph.nodes["kind"])
-    on_device = np.isin(kind, [gs.NODE_KINDS.index(name) for name in (gs.KERNEL, gs.COPY, gs.FILL)])
+    on_device = np.isin(
+        kind,
+        [
+            graph_schema.NODE_KINDS.index(name)
+            for name in (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
+        ],
+    )
     # Nothing shows how much of a kernel that ends after the one before it was spent waiting for
     # that.
     cost = np.where(on_device, measured.duration, 0)
-    call = np.isin(kind, [gs.NODE_KINDS.index(name) for name in _CALL_KINDS])
+    call = np.isin(kind, [graph_schema.NODE_KINDS.index(name) for name in _CALL_KINDS])
     waiting_calls = np.flatnonzero(call & measured.waits)
     if not waiting_calls.size:
         return cost
@@ -510,7 +520,7 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     name_codes = np.full(kind.size, -1, dtype=np.int64, like=kind)
     name_codes[call] = code
     median, count = compute_medians(name_codes[free], measured.duration[free], int(code.max()) + 1)
-    launches = free & (kind == gs.NODE_KINDS.index(gs.LAUNCH))
+    launches = free & (kind == graph_schema.NODE_KINDS.index(graph_schema.LAUNCH))
     typical = int(np.median(measured.duration[launches])) if launches.any() else 0
     cost[waiting_calls] = np.minimum(
         np.where(count > 0, median, typical)[name_codes[waiting_calls]],
@@ -541,8 +551,10 @@ def _compute_class_medians(
     kind = get_column_array(graph, graph.edges["kind"])
     # Points behind other work of their stream
     follows = np.zeros(2 * measured.start.size, dtype=np.bool_, like=kind)
-    follows[measured.point[kind == gs.EDGE_KINDS.index("stream")]] = True
-    usable = has_class & ((kind != gs.EDGE_KINDS.index("launch")) | follows[measured.point])
+    follows[measured.point[kind == graph_schema.EDGE_KINDS.index("stream")]] = True
+    usable = has_class & (
+        (kind != graph_schema.EDGE_KINDS.index("launch")) | follows[measured.point]
+    )
     own_end = np.full(2 * measured.start.size, _MIN_TIME, dtype=np.int64, like=measured.start)
     own_end[1::2] = measured.start + cost
     # Most edges only order; what they hold back matters where an edge of a class leads to the same
@@ -553,7 +565,7 @@ def _compute_class_medians(
     edge_classes = structs.replace(edge_classes, of=edge_classes.of[rows])
     own_times, usable, slack = own_times[rows], usable[rows], slack[rows]
     median = np.zeros(size, dtype=np.int64)
-    count, several = median, np.zeros(len(gs.EDGE_KINDS), dtype=np.int64)
+    count, several = median, np.zeros(len(graph_schema.EDGE_KINDS), dtype=np.int64)
     for _ in range(_MAX_ROUNDS):
         arrival = measured.source + expand_class_delays(edge_classes, median, own_times)
         # The source came after everything else with its delay: an edge that is last only because of
@@ -564,7 +576,7 @@ def _compute_class_medians(
         before = median
         median, count = compute_medians(edge_classes.of[binding], slack[binding], size)
         kinds, several = compute_medians(
-            kind_codes[edge_classes.of[binding]], slack[binding], len(gs.EDGE_KINDS)
+            kind_codes[edge_classes.of[binding]], slack[binding], len(graph_schema.EDGE_KINDS)
         )
         median = np.where(count > 0, median, kinds[kind_codes])
         if (median == before).all():

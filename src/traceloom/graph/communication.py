@@ -15,9 +15,9 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.device_work import DeviceWork
-from traceloom.graph.graph import GRAPH_SCHEMAS, make_empty_frame
+from traceloom.graph.graph import GRAPH_SCHEMAS, build_empty_frame
 from traceloom.graph.host_tree import HOST_BACKENDS, HostTree, match_names
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
@@ -124,7 +124,7 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     host = host[total[tree.stop[host]] == total[host]]
     if not selected.size and not host.size:
         return RankCommunication(
-            selected, selected, host, make_empty_frame("communication").select(_FIELDS)
+            selected, selected, host, build_empty_frame("communication").select(_FIELDS)
         )
     # The description of each event that describes a collective; columns `event` and _FIELDS.
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
@@ -148,9 +148,9 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     if host.size:
         fields = pl.concat([fields, _fill_from_context(tree, described, host, tree.name[host])])
     fields = fields.with_columns(pl.col("kind").replace(_MESSAGE_KINDS))
-    node_kinds = {"send": gs.SEND, "receive": gs.RECEIVE}
+    node_kinds = {"send": graph_schema.SEND, "receive": graph_schema.RECEIVE}
     codes = [
-        gs.NODE_KINDS.index(node_kinds.get(kind, gs.COLLECTIVE))
+        graph_schema.NODE_KINDS.index(node_kinds.get(kind, graph_schema.COLLECTIVE))
         for kind in fields["kind"].head(selected.size)
     ]
     return RankCommunication(selected, np.array(codes, dtype=np.int64), host, fields)

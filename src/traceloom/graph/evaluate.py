@@ -16,7 +16,7 @@ from traceloom.graph.calibrate import class_delays, scale_overlap
 from traceloom.graph.graph import (
     Graph,
     allocate_matrix,
-    describe_cycle,
+    build_cycle_error,
     get_column_array,
     get_edge_points,
     is_large,
@@ -151,7 +151,7 @@ def build_pass_layout(graph: Graph) -> PassLayout:
     crossing = np.flatnonzero(crosses)
     layering = sort_into_layers(chain >= 0, link_source[crossing], link_target[crossing])
     if layering is None:
-        raise describe_cycle(nodes, source, target)
+        raise build_cycle_error(nodes, source, target)
     layer: Ints = layering.layer[layering.run]
     order = np.argsort(layer, kind="stable")
     position = np.empty(count, dtype=np.int64, like=source)

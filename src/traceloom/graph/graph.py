@@ -150,7 +150,7 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
 
 
 @cache
-def make_empty_frame(name: str) -> pl.DataFrame:
+def build_empty_frame(name: str) -> pl.DataFrame:
     """Returns the graph frame `name` without rows."""
     return pl.DataFrame(schema=GRAPH_SCHEMAS[name])
 
@@ -258,7 +258,7 @@ def sort_topologically(nodes: int, source: Ints, target: Ints) -> Ints:
     """
     layering = _sort_points(nodes, source, target)
     if layering is None:
-        raise describe_cycle(nodes, source, target)
+        raise build_cycle_error(nodes, source, target)
     return np.argsort(layering.rank[layering.run], kind="stable")
 
 
@@ -275,7 +275,7 @@ def _sort_points(nodes: int, source: Ints, target: Ints) -> PointOrder | None:
     return sort_into_layers(chained, source[~neighbours], target[~neighbours])
 
 
-def describe_cycle(nodes: int, source: Ints, target: Ints) -> InvariantError:
+def build_cycle_error(nodes: int, source: Ints, target: Ints) -> InvariantError:
     """Returns the error that names the points which wait for each other."""
     starts = np.arange(nodes, dtype=np.int64) * 2
     from_point, to_point = np.concatenate([source, starts]), np.concatenate([target, starts + 1])
@@ -331,13 +331,13 @@ class Graph:
 
     nodes: pl.DataFrame
     edges: pl.DataFrame
-    lanes: pl.DataFrame = field(default_factory=lambda: make_empty_frame("lanes"))
-    communication: pl.DataFrame = field(default_factory=lambda: make_empty_frame("communication"))
-    transfers: pl.DataFrame = field(default_factory=lambda: make_empty_frame("transfers"))
-    host_ops: pl.DataFrame = field(default_factory=lambda: make_empty_frame("host_ops"))
-    ranks: pl.DataFrame = field(default_factory=lambda: make_empty_frame("ranks"))
-    delays: pl.DataFrame = field(default_factory=lambda: make_empty_frame("delays"))
-    coverage: pl.DataFrame = field(default_factory=lambda: make_empty_frame("coverage"))
+    lanes: pl.DataFrame = field(default_factory=lambda: build_empty_frame("lanes"))
+    communication: pl.DataFrame = field(default_factory=lambda: build_empty_frame("communication"))
+    transfers: pl.DataFrame = field(default_factory=lambda: build_empty_frame("transfers"))
+    host_ops: pl.DataFrame = field(default_factory=lambda: build_empty_frame("host_ops"))
+    ranks: pl.DataFrame = field(default_factory=lambda: build_empty_frame("ranks"))
+    delays: pl.DataFrame = field(default_factory=lambda: build_empty_frame("delays"))
+    coverage: pl.DataFrame = field(default_factory=lambda: build_empty_frame("coverage"))
     name: str = ""
     epoch_ns: int = 0
     world_size: int | None = None
@@ -348,12 +348,12 @@ class Graph:
         """Returns all frames by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name in GRAPH_SCHEMAS}
 
-    def nodes_of(self, *kinds: str) -> Bools:
+    def node_mask(self, *kinds: str) -> Bools:
         """Returns which nodes are of these kinds, shape (nodes,)."""
         selected: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
         return selected
 
-    def edges_of(self, *kinds: str) -> Bools:
+    def edge_mask(self, *kinds: str) -> Bools:
         """Returns which edges are of these kinds, shape (edges,)."""
         selected: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
         return selected
@@ -379,7 +379,7 @@ class Graph:
         return numbers.fill_null(self.names.len()).to_numpy()
 
     @cached_property
-    def rank_numbers(self) -> Array:
+    def node_ranks(self) -> Array:
         """The rank of each node, shape (nodes,); -1 where there is none."""
         return self.nodes["rank"].fill_null(-1).to_numpy()
 
@@ -398,7 +398,7 @@ class Graph:
         return int(node_ends.max()) if self.nodes.height else 0  # type: ignore[arg-type]
 
     @property
-    def job_ranks(self) -> int:
+    def job_size(self) -> int:
         """The number of ranks of the job, recorded or not: the largest that is stated, or that
         nodes, groups and peers need.
         """

@@ -20,7 +20,7 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.communication import MatchedParts, match_parts
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, get_edge_points, is_acyclic
 from traceloom.trace.array_types import Ints
@@ -241,8 +241,10 @@ def add_rendezvous(graph: Graph, evidence: list[str | None]) -> Graph:
         arrivals.select("key", "at"), on="key", how="left", maintain_order="left"
     )
     with_times = with_times.with_columns(pl.max_horizontal("start", "at").alias("met"))
-    met = _build_point_nodes(gs.RENDEZVOUS, with_times, "meeting", "met")
-    nodes = pl.concat([graph.nodes, met, _build_point_nodes(gs.ARRIVAL, arrivals, "arrival", "at")])
+    met = _build_point_nodes(graph_schema.RENDEZVOUS, with_times, "meeting", "met")
+    nodes = pl.concat(
+        [graph.nodes, met, _build_point_nodes(graph_schema.ARRIVAL, arrivals, "arrival", "at")]
+    )
     incoming = parts.filter(pl.col("meeting").is_not_null() & pl.col("gives")).select(
         pl.col("node").alias("source"),
         pl.col("meeting").alias("target"),
@@ -366,7 +368,7 @@ def _estimate_arrival_times(arrivals: pl.DataFrame, parts: pl.DataFrame) -> pl.D
 
 
 def _fill_schema(name: str, frame: pl.DataFrame) -> pl.DataFrame:
-    schema = gs.GRAPH_SCHEMAS[name]
+    schema = graph_schema.GRAPH_SCHEMAS[name]
     missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
     return frame.with_columns(missing).pipe(cast_to_schema, schema)
 

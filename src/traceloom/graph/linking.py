@@ -30,7 +30,7 @@ from traceloom.trace.arrays import NO_ROW, build_event_column, extract_column, t
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.trace.storage import MappedFiles, is_large_session
-from traceloom.trace.trace import HostTrace, Trace, make_empty_frame
+from traceloom.trace.trace import HostTrace, Trace, build_empty_frame
 from traceloom.trace.vocabulary import COMMAND, GPU_WORK
 
 ProgressCallback = Callable[[str], None]
@@ -491,7 +491,7 @@ def _cut(trace: Trace, low: int, high: int) -> tuple[Trace, Ints]:
     )
     frames: dict[str, Any] = {
         "events": events,
-        **{name: make_empty_frame(name) for name in _NOT_LINKED},
+        **{name: build_empty_frame(name) for name in _NOT_LINKED},
     }
     for name, columns in _EVENT_COLUMNS.items():
         frame: pl.DataFrame = getattr(trace, name)

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.communication import RankCommunication, find_communication
 from traceloom.graph.dataflow import DataFlow, find_data_flow, forward_backward_edges
 from traceloom.graph.device_edges import (
@@ -27,7 +27,7 @@ from traceloom.graph.device_work import (
     collect_device_work,
 )
 from traceloom.graph.edges import Edges
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, make_empty_frame
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, build_empty_frame
 from traceloom.graph.host_match import Matching
 from traceloom.graph.host_tree import (
     LAUNCHES,
@@ -119,13 +119,19 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
     submits[call[tree.named(LAUNCHES, call) & ~tree.named(NOT_LAUNCHES, call)]] = True
-    kinds = np.where(host.owner >= 0, gs.NODE_KINDS.index(gs.HOST), gs.NODE_KINDS.index(gs.THINK))
-    kinds[handovers.waits] = gs.NODE_KINDS.index(gs.WAIT)
-    kinds[host.first[submits]] = gs.NODE_KINDS.index(gs.LAUNCH)
-    kinds[host.last[waiting.call]] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[host.last[waiting.calls]] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[spinning] = gs.NODE_KINDS.index(gs.BLOCK)
-    kinds[host.first[own_communication.host_event]] = gs.NODE_KINDS.index(gs.COLLECTIVE)
+    kinds = np.where(
+        host.owner >= 0,
+        graph_schema.NODE_KINDS.index(graph_schema.HOST),
+        graph_schema.NODE_KINDS.index(graph_schema.THINK),
+    )
+    kinds[handovers.waits] = graph_schema.NODE_KINDS.index(graph_schema.WAIT)
+    kinds[host.first[submits]] = graph_schema.NODE_KINDS.index(graph_schema.LAUNCH)
+    kinds[host.last[waiting.call]] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
+    kinds[host.last[waiting.calls]] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
+    kinds[spinning] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
+    kinds[host.first[own_communication.host_event]] = graph_schema.NODE_KINDS.index(
+        graph_schema.COLLECTIVE
+    )
     parts = RankParts(
         tree=tree,
         host=host,
@@ -232,7 +238,7 @@ def _assemble_graph(
     coverage = _build_coverage(rank, parts, edge_counts, late, refused)
     names = nodes["name"][work_node]
     notices = (*trace.notices, *_build_late_notices(names, late, int(times.max() - times[0]), rank))
-    host_ops = make_empty_frame("host_ops")
+    host_ops = build_empty_frame("host_ops")
     if matching is not None:
         rank_column = pl.lit(rank, dtype=pl.Int32).alias("rank")
         schema = GRAPH_SCHEMAS["host_ops"]
@@ -271,12 +277,18 @@ def _build_nodes(
     first = int(start.min()) if start.size else trace.start_ns
     start, end = (np.concatenate([[first], times]) - trace.start_ns for times in (start, end))
     category = trace.events["category"][work.row]
-    work_kind = np.full(category.len(), gs.NODE_KINDS.index(gs.KERNEL))
-    for name, node_kind in (("kernel", gs.KERNEL), ("copy", gs.COPY), ("fill", gs.FILL)):
-        work_kind[(category == name).to_numpy()] = gs.NODE_KINDS.index(node_kind)
+    work_kind = np.full(category.len(), graph_schema.NODE_KINDS.index(graph_schema.KERNEL))
+    for name, node_kind in (
+        ("kernel", graph_schema.KERNEL),
+        ("copy", graph_schema.COPY),
+        ("fill", graph_schema.FILL),
+    ):
+        work_kind[(category == name).to_numpy()] = graph_schema.NODE_KINDS.index(node_kind)
     work_kind[parts.communication.work] = parts.communication.work_kind
-    work_kind[delayed] = gs.NODE_KINDS.index(gs.WAIT)
-    kind = np.concatenate([[gs.NODE_KINDS.index(gs.ORIGIN)], parts.kinds, work_kind])
+    work_kind[delayed] = graph_schema.NODE_KINDS.index(graph_schema.WAIT)
+    kind = np.concatenate(
+        [[graph_schema.NODE_KINDS.index(graph_schema.ORIGIN)], parts.kinds, work_kind]
+    )
     # lanes that hold nodes, numbered anew; -1 stays
     lane = np.concatenate([[-1], host.lane, work.lane])
     used = np.flatnonzero(np.bincount(lane[lane >= 0], minlength=trace.lanes.height))
@@ -311,9 +323,9 @@ def _build_nodes(
     row_of = to_nullable_series(event, pl.UInt32, absent=-1)
     frame = pl.DataFrame([column[row_of] for column in events])
     nodes = frame.with_columns(
-        pl.int_range(event.size, dtype=gs.Node).alias("node"),
-        pl.Series(gs.NODE_KINDS, dtype=gs.NodeKind)[kind].alias("kind"),
-        pl.col("name").fill_null(pl.Series(gs.NODE_KINDS)[kind]),
+        pl.int_range(event.size, dtype=graph_schema.Node).alias("node"),
+        pl.Series(graph_schema.NODE_KINDS, dtype=graph_schema.NodeKind)[kind].alias("kind"),
+        pl.col("name").fill_null(pl.Series(graph_schema.NODE_KINDS)[kind]),
         pl.lit(trace.meta.rank or 0, dtype=pl.Int32).alias("rank"),
         to_nullable_series(number[lane], pl.UInt32, absent=-1).alias("lane"),
         pl.Series("start_ns", start),
@@ -361,7 +373,7 @@ def _build_coverage(
             if counted.any():
                 rows.append((subject, outcome, int(counted.sum()), int(span[counted].sum())))
     submitted = np.unique(work.call[launched]).size
-    is_launch = parts.kinds == gs.NODE_KINDS.index(gs.LAUNCH)
+    is_launch = parts.kinds == graph_schema.NODE_KINDS.index(graph_schema.LAUNCH)
     rows.append(("launches", "with GPU work", submitted, None))
     without_work_count = int(is_launch.sum()) - int(
         is_launch[host.first[np.unique(work.call[launched])]].sum()

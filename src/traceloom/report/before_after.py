@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import WhatIf, changed_graph, changed_nodes
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import Path, find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.report.labels import fit_name
@@ -36,7 +36,7 @@ Ints = NDArray[np.int64]
 
 MAX_RANKS_SHOWN = 3  # up to this number every rank is shown
 _HOST_LANES, _DEVICE_LANES = 2, 4  # of a rank
-_DEVICE_WORK = (gs.KERNEL, gs.COPY, gs.FILL)
+_DEVICE_WORK = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,11 @@ def select_lanes(
         )
         .group_by("lane")
         .agg(
-            busy=pl.col("duration_ns").filter(~pl.col("kind").is_in([gs.WAIT, gs.THINK])).sum(),
+            busy=pl.col("duration_ns")
+            .filter(~pl.col("kind").is_in([graph_schema.WAIT, graph_schema.THINK]))
+            .sum(),
             count=pl.len(),
-            talks=pl.col("kind").is_in(list(gs.COMMUNICATION)).any(),
+            talks=pl.col("kind").is_in(list(graph_schema.COMMUNICATION)).any(),
         )
         .collect()
     )
@@ -149,9 +151,9 @@ def select_lanes(
 def _describe_roles(
     graph: Graph, ranks: pl.DataFrame, changed: Bools, paths: Sequence[Ints]
 ) -> dict[int, str]:
-    rank_numbers = ranks["rank"].to_list()
-    if len(rank_numbers) <= MAX_RANKS_SHOWN:
-        return dict.fromkeys(rank_numbers, "")
+    node_ranks = ranks["rank"].to_list()
+    if len(node_ranks) <= MAX_RANKS_SHOWN:
+        return dict.fromkeys(node_ranks, "")
     work = pl.when(pl.col("kind").is_in(list(_DEVICE_WORK))).then("duration_ns").otherwise(0)
     rank_changes = (
         graph.nodes.with_columns(changed=pl.Series(changed))
@@ -178,13 +180,13 @@ def _describe_roles(
         if len(set(deciding)) == 1
         else ("decides it before", "decides it after")
     )
-    role_places = list(zip(deciding, labels, strict=False))
-    role_places += [(order[-1], "the slowest"), (gains[-1], "gains most")]
+    rank_roles = list(zip(deciding, labels, strict=False))
+    rank_roles += [(order[-1], "the slowest"), (gains[-1], "gains most")]
     if changes["changes"].sum() and changes["changes"][-1] > 2 * changes["changes"].median():  # type: ignore[operator]
-        role_places.append((changes["rank"][-1], "changed most"))
-    role_places.append((order[(len(order) - 1) // 2], "the median one"))
+        rank_roles.append((changes["rank"][-1], "changed most"))
+    rank_roles.append((order[(len(order) - 1) // 2], "the median one"))
     roles: dict[int, str] = {}
-    for rank, role in role_places:
+    for rank, role in rank_roles:
         roles[rank] = f"{roles[rank]}, {role}" if rank in roles else role
     return roles
 
@@ -285,20 +287,23 @@ _MAX_STRETCHES = 3_000  # of each critical path
 _PICTURE_PARTS = 2_000  # resolution of the drawing: shorter gaps do not split the line of a path
 _MAX_NAME_CHARS = 200_000  # characters of all names together
 _NAME, _SHORT = 200, 60  # characters of one name, and on the canvas
-_DEFAULT_NAMES = {gs.THINK: "host time outside any recorded event", gs.WAIT: "waiting"}
+_DEFAULT_NAMES = {
+    graph_schema.THINK: "host time outside any recorded event",
+    graph_schema.WAIT: "waiting",
+}
 # Files of other writers have no categories.
 _DEFAULT_CATEGORIES = {
-    gs.KERNEL: "kernel",
-    gs.COPY: "copy",
-    gs.FILL: "fill",
-    gs.HOST: "op",
-    gs.LAUNCH: "runtime",
+    graph_schema.KERNEL: "kernel",
+    graph_schema.COPY: "copy",
+    graph_schema.FILL: "fill",
+    graph_schema.HOST: "op",
+    graph_schema.LAUNCH: "runtime",
 }
 _KIND_CATEGORIES = {
-    gs.THINK: "python",
-    gs.WAIT: "other",
-    gs.BLOCK: "sync",
-    **dict.fromkeys(gs.COMMUNICATION, "collective"),
+    graph_schema.THINK: "python",
+    graph_schema.WAIT: "other",
+    graph_schema.BLOCK: "sync",
+    **dict.fromkeys(graph_schema.COMMUNICATION, "collective"),
 }
 
 
@@ -331,10 +336,10 @@ def build(
     if not result.ranks.height:
         return None
     after = changed_graph(graph, scenario, result.times)
-    return pack_both(graph, after, changed_nodes(graph, scenario), result.ranks, limit=limit)
+    return pack_timelines(graph, after, changed_nodes(graph, scenario), result.ranks, limit=limit)
 
 
-def pack_both(
+def pack_timelines(
     graph: Graph,
     other: Graph,
     changed: Bools,

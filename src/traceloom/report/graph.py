@@ -203,19 +203,15 @@ def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:
             )
         )
         # The affected ranks, if not all.
-        rank_numbers = sorted(
+        node_ranks = sorted(
             {row["rank"] for row in outcome_rows if row["rank"] is not None and row["count"]}
         )
         on = ""
-        if (
-            len(document["ranks"]) > 1
-            and rank_numbers
-            and len(rank_numbers) != len(document["ranks"])
-        ):
-            rank_text = ", ".join(map(str, rank_numbers[:6])) + (
-                ", ..." if len(rank_numbers) > 6 else ""
+        if len(document["ranks"]) > 1 and node_ranks and len(node_ranks) != len(document["ranks"]):
+            rank_text = ", ".join(map(str, node_ranks[:6])) + (
+                ", ..." if len(node_ranks) > 6 else ""
             )
-            on = f" (rank{'s' if len(rank_numbers) > 1 else ''} {rank_text})"
+            on = f" (rank{'s' if len(node_ranks) > 1 else ''} {rank_text})"
         labels.append((subject, outcome + on))
     columns = (
         TextColumn("", right=False),

@@ -11,9 +11,9 @@ import polars as pl
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
-from traceloom.report.before_after import BeforeAfterTimeline, pack_both
+from traceloom.report.before_after import BeforeAfterTimeline, pack_timelines
 from traceloom.report.comparison import render_table_section
 from traceloom.report.document import Cells, Col, ReportOptions, Table, format_yes_no
 from traceloom.report.figure import draw_scatter, escape_html, render_inline_code
@@ -445,8 +445,8 @@ def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
         length = pl.col(f"{side}_ns") + (pl.col("gap_ns") if include_gaps else 0)
         nodes = numbered.with_columns(
             pl.when(communicates)
-            .then(pl.lit(gs.COLLECTIVE))
-            .otherwise(pl.lit(gs.HOST))
+            .then(pl.lit(graph_schema.COLLECTIVE))
+            .otherwise(pl.lit(graph_schema.HOST))
             .alias("kind"),
             pl.lit("op").alias("category"),
             (length.cum_sum().over("rank") - pl.col(f"{side}_ns")).alias("start_ns"),
@@ -455,11 +455,11 @@ def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
         )
         missing = [
             pl.lit(None).alias(column)
-            for column in gs.GRAPH_SCHEMAS["nodes"]
+            for column in graph_schema.GRAPH_SCHEMAS["nodes"]
             if column not in nodes.columns
         ]
-        nodes = cast_to_schema(nodes.with_columns(missing), gs.GRAPH_SCHEMAS["nodes"])
-        return Graph(nodes, gs.make_empty_frame("edges"), _build_lanes(lanes))
+        nodes = cast_to_schema(nodes.with_columns(missing), graph_schema.GRAPH_SCHEMAS["nodes"])
+        return Graph(nodes, graph_schema.build_empty_frame("edges"), _build_lanes(lanes))
 
     recorded, replayed = (
         graph("recorded", include_gaps=True),
@@ -469,7 +469,7 @@ def build_timeline(comparison: ReplayComparison) -> BeforeAfterTimeline | None:
         "rank", before_ns=pl.coalesce("recorded_ns", "recorded_ops_ns"), after_ns="replayed_ns"
     ).with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns"))
     changed = np.zeros(op_rows.height, dtype=np.bool_)
-    return pack_both(
+    return pack_timelines(
         recorded, replayed, changed, ranks, labels=("recorded", "replayed"), paths=False
     )
 
@@ -478,10 +478,10 @@ def _build_lanes(lanes: pl.DataFrame) -> pl.DataFrame:
     named_lanes = lanes.with_columns(kind=pl.lit("host"), name=pl.format("thread {}", "thread"))
     missing = [
         pl.lit(None).alias(column)
-        for column in gs.GRAPH_SCHEMAS["lanes"]
+        for column in graph_schema.GRAPH_SCHEMAS["lanes"]
         if column not in named_lanes.columns
     ]
-    return cast_to_schema(named_lanes.with_columns(missing), gs.GRAPH_SCHEMAS["lanes"])
+    return cast_to_schema(named_lanes.with_columns(missing), graph_schema.GRAPH_SCHEMAS["lanes"])
 
 
 def _list_key_numbers(comparison: ReplayComparison) -> Iterator[tuple[str, str, str]]:

@@ -13,8 +13,8 @@ import polars as pl
 from rich.text import Text
 
 from traceloom import __version__
-from traceloom.graph import graph as gs
-from traceloom.report.before_after import BeforeAfterTimeline, pack_both
+from traceloom.graph import graph as graph_schema
+from traceloom.report.before_after import BeforeAfterTimeline, pack_timelines
 from traceloom.report.document import Col
 from traceloom.report.figure import draw_heat_map, escape_html, render_inline_code
 from traceloom.report.labels import fit_name, format_rank
@@ -172,9 +172,12 @@ def build_timeline(answer: Simulation) -> BeforeAfterTimeline | None:
         "rank", "before_ns", after_ns="end_ns", saved_ns=pl.col("before_ns") - pl.col("end_ns")
     ).drop_nulls()
     communicates = (
-        answer.graph.nodes["kind"].cast(pl.String).is_in(list(gs.COMMUNICATION)).to_numpy()
+        answer.graph.nodes["kind"]
+        .cast(pl.String)
+        .is_in(list(graph_schema.COMMUNICATION))
+        .to_numpy()
     )
-    return pack_both(answer.recorded, answer.graph, communicates, ranks)
+    return pack_timelines(answer.recorded, answer.graph, communicates, ranks)
 
 
 def render(document: SimulationDocument, answer: Simulation) -> str:
@@ -304,7 +307,7 @@ def _render_sections(
         yield "collectives", "Collectives", "Those that transfer longest come first.", body
     if answer.links.height:
         rows = answer.links.sort("busy_ns", "link", descending=[True, False]).to_dicts()
-        body = _load_map(answer) + render_html_table(
+        body = _draw_link_load(answer) + render_html_table(
             "links-table", _LINK_COLUMNS, rows, {}, "Links", full_command="-o links.csv"
         )
         yield (
@@ -315,7 +318,7 @@ def _render_sections(
         )
 
 
-def _load_map(answer: Simulation) -> str:
+def _draw_link_load(answer: Simulation) -> str:
     """Draws the utilization of the busiest links over time."""
     if not answer.load.height or not answer.after_ns:
         return ""
@@ -400,15 +403,15 @@ def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text
     if document["identity"]:
         yield from render_paragraph(document["identity"], width)
     yield from render_paragraph(document["sentence"], width, "bold")
-    worth_saying = [notice for notice in document["notices"] if notice["severity"] != "info"]
-    worth_saying.sort(key=lambda notice: notice["slug"] not in _SIMULATION_NOTICES)
-    for notice in worth_saying[:_MAX_NOTICES]:
+    important_notices = [notice for notice in document["notices"] if notice["severity"] != "info"]
+    important_notices.sort(key=lambda notice: notice["slug"] not in _SIMULATION_NOTICES)
+    for notice in important_notices[:_MAX_NOTICES]:
         yield from render_paragraph(
             f"{notice['severity']}: {notice['message']} [{notice['slug']}]", width
         )
-    if len(worth_saying) > _MAX_NOTICES:
+    if len(important_notices) > _MAX_NOTICES:
         yield from render_paragraph(
-            f"and {len(worth_saying) - _MAX_NOTICES} more notices; --json has them all", width
+            f"and {len(important_notices) - _MAX_NOTICES} more notices; --json has them all", width
         )
     yield from _render_ranks(document, width)
     for title, hint, columns, rows in _build_listings(document):

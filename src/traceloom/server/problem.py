@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from traceloom.errors import TraceloomError, nearest
-from traceloom.system.text import describe_refusal
+from traceloom.system.text import describe_validation_error
 
 API_VERSION = 1  # part of each path
 
@@ -50,7 +50,7 @@ def other_api_version(path: str, service_name: str) -> HttpError | None:
 def make_bad_request(message: str) -> HttpError:
     """Returns the error (400, `wrong-request`) of an invalid request."""
     return HttpError(
-        400, f"the request is wrong: {describe_refusal(message)}", slug="wrong-request"
+        400, f"the request is wrong: {describe_validation_error(message)}", slug="wrong-request"
     )
 
 

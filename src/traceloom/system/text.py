@@ -20,7 +20,7 @@ def replace_surrogates(text: str) -> str:
     return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
-def clean_json(value: Any) -> tuple[Any, int]:
+def replace_json_surrogates(value: Any) -> tuple[Any, int]:
     """Returns a JSON value without lone surrogates, and how many texts had any. Of keys that become
     equal, the last wins.
     """
@@ -61,7 +61,7 @@ def encode_json(value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
-        return msgspec.json.encode(clean_json(msgspec.to_builtins(value))[0])
+        return msgspec.json.encode(replace_json_surrogates(msgspec.to_builtins(value))[0])
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z"
@@ -88,7 +88,7 @@ _PATTERN_DESCRIPTIONS = {
 }
 
 
-def describe_refusal(refusal: str) -> str:
+def describe_validation_error(refusal: str) -> str:
     """Returns a message of msgspec with the path first, and patterns replaced by a description of
     the allowed text.
     """

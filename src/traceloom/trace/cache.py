@@ -239,7 +239,7 @@ class DocumentCache:
         paths: The inputs.
         extra_files: Other files that affect the documents.
         choices: The options that affect them.
-        files_of: Returns every file that the inputs stand for.
+        list_files: Returns every file that the inputs stand for.
     """
 
     def __init__(
@@ -247,10 +247,10 @@ class DocumentCache:
         paths: Iterable[str],
         extra_files: Iterable[str],
         choices: str,
-        files_of: Callable[[Sequence[str]], Sequence[Path]],
+        list_files: Callable[[Sequence[str]], Sequence[Path]],
     ) -> None:
         self._paths, self._beside, self._about = tuple(map(str, paths)), tuple(extra_files), choices
-        self._files_of = files_of
+        self._list_files = list_files
         self._key = self._digest()
 
     def _digest(self) -> str:
@@ -260,7 +260,7 @@ class DocumentCache:
         if "-" in self._paths:
             return ""
         try:
-            files = self._files_of(self._paths)
+            files = self._list_files(self._paths)
             file_stamps = {path: FileStamp.now(path) for path in (*files, *map(Path, self._beside))}
             stamps = [(str(path.resolve()), now.stamp) for path, now in file_stamps.items()]
         except (InputError, OSError, ValueError):  # the reader will report the error

@@ -34,7 +34,7 @@ from traceloom import __version__
 from traceloom.errors import InputError, InvariantError, other_version, unreadable
 from traceloom.system import files
 from traceloom.system.files import open_regular
-from traceloom.system.text import clean_json
+from traceloom.system.text import replace_json_surrogates
 from traceloom.trace import arrays, mapped_arrays
 from traceloom.trace.array_types import Array
 from traceloom.trace.arrays import is_large
@@ -271,7 +271,7 @@ class ArchiveFormat(Struct, frozen=True):
                 members = archive.namelist()
                 if _HEADER not in members:
                     raise InputError(mismatch_message, slug=self.another_slug, where=location)
-                header, _ = clean_json(
+                header, _ = replace_json_surrogates(
                     json.loads(_read_member(archive, _HEADER, _MAX_HEADER_BYTES))
                 )
                 if not isinstance(header, dict) or header.get("format") != self.format:

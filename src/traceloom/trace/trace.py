@@ -135,7 +135,7 @@ SCHEMAS: dict[str, pl.Schema] = {
 
 
 @cache
-def make_empty_frame(name: str) -> pl.DataFrame:
+def build_empty_frame(name: str) -> pl.DataFrame:
     """Returns the frame `name` without rows."""
     return pl.DataFrame(schema=SCHEMAS[name])
 

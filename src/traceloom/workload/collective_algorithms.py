@@ -421,7 +421,7 @@ def build_two_level(kind: str, ranks: int, size: int, *, local: int) -> Schedule
 
 _BARRIER_BYTES = 8  # per rank
 
-KINDS_OF: dict[str, tuple[str, ...]] = {
+KINDS_BY_ALGORITHM: dict[str, tuple[str, ...]] = {
     "ring": ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"),
     "direct": (
         "all_reduce",
@@ -441,7 +441,7 @@ KINDS_OF: dict[str, tuple[str, ...]] = {
 """The kinds of collectives that each algorithm supports; a barrier is an all_reduce of 8 bytes per
 rank.
 """
-ALGORITHMS = tuple(KINDS_OF)
+ALGORITHMS = tuple(KINDS_BY_ALGORITHM)
 
 
 def build_schedule(
@@ -459,7 +459,7 @@ def build_schedule(
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter
             (position 0 is the root), barrier.
-        algorithm: A key of `KINDS_OF`.
+        algorithm: A key of `KINDS_BY_ALGORITHM`.
         ranks: Number of ranks, >= 1.
         size: Bytes; one rank's part for all_gather, else a rank's whole buffer.
         chunks: For chains and double trees: number of parts in which buffers are forwarded.
@@ -472,14 +472,14 @@ def build_schedule(
     """
     if kind == "barrier":
         kind, size = "all_reduce", _BARRIER_BYTES * ranks
-    if kind not in KINDS_OF.get(algorithm, ()):
-        able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
+    if kind not in KINDS_BY_ALGORITHM.get(algorithm, ()):
+        able = [name for name, kinds in KINDS_BY_ALGORITHM.items() if kind in kinds]
         raise UsageError(
             f"there is no {algorithm} algorithm for {kind}",
             slug="no-such-schedule",
             hint=f"{', '.join(able)} can do it"
             if able
-            else f"collectives are {', '.join(KINDS_OF['direct'])}",
+            else f"collectives are {', '.join(KINDS_BY_ALGORITHM['direct'])}",
         )
     if ranks < 2:
         return Schedule(ranks, ())

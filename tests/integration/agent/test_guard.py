@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from traceloom.agent.guard import SocketJanitor
+from traceloom.agent.guard import SocketGuard
 
 AGENT = """
 import sys, socket, time
 from pathlib import Path
-from traceloom.agent.guard import SocketJanitor as Guard
+from traceloom.agent.guard import SocketGuard as Guard
 guard = Guard()
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
@@ -65,7 +65,7 @@ def test_an_agent_that_is_killed_leaves_no_socket(tmp_path: Path) -> None:
 def test_a_socket_of_the_next_agent_stays(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     with _bound(path):
-        guard = SocketJanitor()
+        guard = SocketGuard()
         guard.watch(path)
         path.unlink()
     with _bound(path):
@@ -76,7 +76,7 @@ def test_a_socket_of_the_next_agent_stays(tmp_path: Path) -> None:
 def test_signals_do_not_end_it_and_a_dead_one_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "agent.sock"
     with _bound(path):
-        guard = SocketJanitor()
+        guard = SocketGuard()
         guard.watch(path)
         time.sleep(0.5)  # signals before it has begun would end it
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -36,7 +36,7 @@ def test_the_rank_that_loads_slowly_is_found_in_a_run_without_devices(recorder: 
     run = recorder.record(recorder.torchrun(recorder.script(JOB)))
     assert run.code == 0, run.err
     session = load(run.directory, cache=False)
-    calls = analyze.collectives_of(session)
+    calls = analyze.collect_session_calls(session)
     assert set(calls["where"]) == {"host"}
     assert set(calls["backend"]) == {"gloo"}
     assert calls["size_bytes"].null_count() == 0

@@ -64,11 +64,13 @@ def test_the_error_of_the_estimate_is_what_was_planted(tmp_path: Path, surplus: 
         config, [TimeLimitedBackend("simulated", lambda: back_end, 30.0)]
     )
     collector.element_types = collect_matrix_types([job])
-    board = Snapshot()
-    board.put("accelerators", collector.collect(), 1)
-    board.devices = collector.devices
+    host_snapshot = Snapshot()
+    host_snapshot.put("accelerators", collector.collect(), 1)
+    host_snapshot.devices = collector.devices
     divided = compute_shares(collector.device_processes, {7: "7@1"})
-    readings = JobAccounting(config.accelerators.reference).readings(board, 10.0, divided, [job])
+    readings = JobAccounting(config.accelerators.reference).readings(
+        host_snapshot, 10.0, divided, [job]
+    )
     collector.close()
     assert values(readings, "job_flops")["j", "trace", "low"] == pytest.approx(
         FLOPS * STEPS_PER_SECOND * (1 + surplus)

@@ -51,7 +51,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             histogram = HistogramReading(
                 "step_seconds", ("slurm-7", "0"), (0,) * len(steps.bounds), 1, 99.0
             )
-            agent.board.put(
+            agent.host_snapshot.put(
                 "some", [Reading("host_load_ratio", (), 0.5), histogram], time.time_ns()
             )
             agent.asked("/metrics", 200)
@@ -61,7 +61,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             on_disk = sizes(tmp_path, r"agent\.db(-wal)?")
             assert agent.otlp is not None
             agent.otlp.start()
-            agent.otlp.put(agent.board.copy())
+            agent.otlp.put(agent.host_snapshot.copy())
             agent.otlp.close()
             collector = agent.scheduler.collectors[0]
             began = time.monotonic()
@@ -69,7 +69,7 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             took = time.monotonic() - began
             used = time.process_time()
             agent._sum_up()
-            values: dict[SeriesKey, float] = agent.board.results["agent"].values
+            values: dict[SeriesKey, float] = agent.host_snapshot.results["agent"].values
             assert (
                 used * 0.99 <= values["agent_cpu_seconds_total", ()] <= time.process_time() * 1.01
             )
@@ -81,14 +81,19 @@ def test_the_agent_measures_itself(tmp_path: Path) -> None:
             assert values["agent_requests_total", ("/api/v1/query", "404")] == 1
             assert values["agent_export_failures_total", ()] == 1
             assert 0 < values["collector_seconds", (collector.name,)] <= took
-            of_others = [sheet for name, sheet in agent.board.results.items() if name != "agent"]
+            of_others = [
+                sheet for name, sheet in agent.host_snapshot.results.items() if name != "agent"
+            ]
             number = sum(len(sheet.values) + len(sheet.histograms) for sheet in of_others)
             assert values["agent_series", ()] == number >= 2  # as it was when the agent counted
 
             agent.history.lost["full-disk"] = 3
             agent._sum_up()
             assert (
-                agent.board.results["agent"].values["agent_history_lost_total", ("full-disk",)] == 3
+                agent.host_snapshot.results["agent"].values[
+                    "agent_history_lost_total", ("full-disk",)
+                ]
+                == 3
             )
 
     asyncio.run(live())
@@ -130,7 +135,9 @@ def test_every_collector_has_a_period_and_a_time_out_of_its_own(tmp_path: Path) 
 
 def _device_seconds(agent: Agent) -> float:
     return sum(
-        value for (name, _), value, _ in agent.board.values() if name == "job_device_seconds_total"
+        value
+        for (name, _), value, _ in agent.host_snapshot.values()
+        if name == "job_device_seconds_total"
     )
 
 
@@ -141,11 +148,11 @@ def test_a_clock_that_jumps_gives_jobs_no_device_time(
     async def live() -> None:
         with made(tmp_path) as agent:
             job = process(11, 1000, "slurm-7", 0)
-            agent.board.processes = {job.key: job}
-            agent.board.devices = {
+            agent.host_snapshot.processes = {job.key: job}
+            agent.host_snapshot.devices = {
                 "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100")
             }
-            agent.board.put(
+            agent.host_snapshot.put(
                 "accelerators", [Reading("gpu_busy_ratio", ("GPU-0",), 0.5)], time.time_ns()
             )
             agent._sum_up()
@@ -163,7 +170,7 @@ def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_
     """And of another user's nothing at all; of their own processes users see them, those of no job too."""
     with made(tmp_path) as agent:
         anna, bert = process(11, ANNA, "slurm-7", 0), process(22, BERT, "slurm-8", 1)
-        agent.board.processes = {anna.key: anna, bert.key: bert}
+        agent.host_snapshot.processes = {anna.key: anna, bert.key: bert}
         names, now_ns = METRICS["process_info"].labels, time.time_ns()
         readings = [
             Reading(
@@ -179,8 +186,8 @@ def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_
                 [((each.metric, each.labels), each.value) for each in readings],
             )
         else:
-            agent.board.put("processes", readings, now_ns)
-            agent.history.keep(agent.board, now_ns)
+            agent.host_snapshot.put("processes", readings, now_ns)
+            agent.history.keep(agent.host_snapshot, now_ns)
 
         def told(
             peer: Caller, by: tuple[str, ...] = (), where: dict[str, str] | None = None
@@ -191,7 +198,7 @@ def test_the_history_has_no_command_lines_for_who_only_reads(tmp_path: Path, on_
                 until_ns=now_ns + 10**9,
                 by=by,
                 where=where or {},
-                seen_as=VisibleSnapshot(agent.board, peer).seen_as,
+                seen_as=VisibleSnapshot(agent.host_snapshot, peer).seen_as,
             )
             return sorted(series.labels["command"] for series in asyncio.run(agent.query(question)))
 
@@ -215,7 +222,7 @@ def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) ->
             )
             now_ns = time.time_ns()
             for turn in range(5):
-                agent.board.put(
+                agent.host_snapshot.put(
                     "cpu", [Reading("host_load_ratio", (), turn / 8)], now_ns + turn * 10**8
                 )
                 agent._delivered(cpu)

@@ -83,17 +83,19 @@ def test_any_ticks_in_any_order(
 
 
 def test_memory_keeps_the_pace_of_the_collectors() -> None:
-    history, board = History(None, HistorySettings(recent_seconds=10)), Snapshot()
+    history, host_snapshot = History(None, HistorySettings(recent_seconds=10)), Snapshot()
     for second in range(30):
-        board.put("devices", [Reading("gpu_power_watts", ("a",), float(second))], T0 + second * S)
+        host_snapshot.put(
+            "devices", [Reading("gpu_power_watts", ("a",), float(second))], T0 + second * S
+        )
         if second % 10 == 0:
-            board.put(
+            host_snapshot.put(
                 "cpu",
                 [Reading("host_cpu_seconds_total", ("user",), float(second))],
                 T0 + second * S,
             )
-        history.keep(board, T0 + second * S)
-        history.keep(board, T0 + second * S)  # nothing new: nothing kept
+        history.keep(host_snapshot, T0 + second * S)
+        history.keep(host_snapshot, T0 + second * S)  # nothing new: nothing kept
     assert _pairs(history.recent("gpu_power_watts", T0, T0 + 99 * S)) == {
         ("a",): [(T0 + second * S, float(second)) for second in range(19, 30)]
     }
@@ -103,10 +105,10 @@ def test_memory_keeps_the_pace_of_the_collectors() -> None:
 
 
 def test_memory_is_bounded_when_the_clock_jumps_back() -> None:
-    history, board = History(None, HistorySettings(recent_seconds=10)), Snapshot()
+    history, host_snapshot = History(None, HistorySettings(recent_seconds=10)), Snapshot()
     for second in range(1000):
-        board.put("devices", [Reading("gpu_power_watts", ("a",), 1.0)], T0 - second * S)
-        history.keep(board, T0 - second * S)
+        host_snapshot.put("devices", [Reading("gpu_power_watts", ("a",), 1.0)], T0 - second * S)
+        history.keep(host_snapshot, T0 - second * S)
     assert len(history.recent("gpu_power_watts", 0, 2 * T0)[0].values) <= 10
 
 

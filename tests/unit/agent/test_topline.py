@@ -26,13 +26,13 @@ FASTER = 989.4 / 312  # H100 against the reference, in BF16
 
 def board_with(*readings: tuple[str, tuple[str, ...], float], **devices: str) -> Snapshot:
     """Devices by name -> model, and their readings."""
-    board = Snapshot()
-    board.devices = {
+    host_snapshot = Snapshot()
+    host_snapshot.devices = {
         name: Device(uuid=name, index="0", vendor="nvidia", model=model)
         for name, model in devices.items()
     }
-    board.put("accelerators", [Reading(*reading) for reading in readings], 1)
-    return board
+    host_snapshot.put("accelerators", [Reading(*reading) for reading in readings], 1)
+    return host_snapshot
 
 
 def parts(**of: dict[str, float]) -> dict[tuple[str, str], Share]:
@@ -115,10 +115,12 @@ def test_the_times_of_jobs_add_up_to_the_time_of_the_device(ticks) -> None:
     jobs = [JobTick(job=f"j{n}", processes=(f"{n}@1",), devices=("g",)) for n in range(3)]
     topline = JobAccounting(A100)
     for seconds, busy, weights in ticks:
-        board = board_with(*([] if busy is None else [("gpu_busy_ratio", ("g",), busy)]), g=H100)
+        host_snapshot = board_with(
+            *([] if busy is None else [("gpu_busy_ratio", ("g",), busy)]), g=H100
+        )
         total = sum(weights)
         topline.readings(
-            board,
+            host_snapshot,
             seconds,
             parts(g={f"{n}@1": w / total for n, w in enumerate(weights) if total}),
             jobs,
@@ -130,10 +132,10 @@ def test_the_times_of_jobs_add_up_to_the_time_of_the_device(ticks) -> None:
 
 
 def test_devices_that_are_held_and_not_used_are_idle_but_allocated() -> None:
-    board = board_with(
+    host_snapshot = board_with(
         ("gpu_busy_ratio", ("g",), 0.0), ("gpu_busy_ratio", ("other",), 1.0), g=H100, other=H100
     )
-    readings = JobAccounting(A100).readings(board, 10.0, {}, [JOB])
+    readings = JobAccounting(A100).readings(host_snapshot, 10.0, {}, [JOB])
     assert values(readings, "job_device_seconds_total") == {
         ("j", "busy"): 0.0,
         ("j", "idle"): 10.0,
@@ -162,11 +164,11 @@ def test_a_device_that_does_not_answer_gives_time_that_is_not_known() -> None:
 
 
 def test_partitions_that_tell_no_busy_time_have_that_of_their_engine() -> None:
-    board = board_with(("gpu_graphics_active_ratio", ("g",), 0.5), g=H100)
-    board.devices["g"] = Device(
+    host_snapshot = board_with(("gpu_graphics_active_ratio", ("g",), 0.5), g=H100)
+    host_snapshot.devices["g"] = Device(
         uuid="g", index="0:0", vendor="nvidia", model=H100, parent="whole", multiprocessors=33
     )
-    readings = JobAccounting(A100).readings(board, 10.0, parts(g={"1@1": 1.0}), [JOB])
+    readings = JobAccounting(A100).readings(host_snapshot, 10.0, parts(g={"1@1": 1.0}), [JOB])
     assert values(readings, "job_device_seconds_total")["j", "busy"] == 5.0
     reference = values(readings, "job_reference_device_seconds_total")["j",]
     assert reference == pytest.approx(5.0 * FASTER * 33 / 132), "a quarter of a device"
@@ -177,10 +179,10 @@ def test_the_energy_counter_is_taken_where_there_is_one() -> None:
         topline = JobAccounting(A100)
         for joules in ticks:
             counter = [] if joules is None else [("gpu_energy_joules_total", ("g",), joules)]
-            board = board_with(
+            host_snapshot = board_with(
                 ("gpu_busy_ratio", ("g",), 0.0), ("gpu_power_watts", ("g",), 7.0), *counter, g=H100
             )
-            readings = topline.readings(board, 10.0, parts(g={"1@1": 1.0}), [JOB])
+            readings = topline.readings(host_snapshot, 10.0, parts(g={"1@1": 1.0}), [JOB])
         return values(readings, "job_energy_joules_total")["j",]
 
     assert energy(1000.0, 1500.0, 1800.0) == 70.0 + 800.0, "power until there are two counts"
@@ -189,9 +191,9 @@ def test_the_energy_counter_is_taken_where_there_is_one() -> None:
 
 
 def test_a_device_of_which_neither_power_nor_energy_is_known_leaves_the_sum_untold() -> None:
-    board = board_with(("gpu_busy_ratio", ("g",), 0.0), g=H100)
+    host_snapshot = board_with(("gpu_busy_ratio", ("g",), 0.0), g=H100)
     topline = JobAccounting(A100)
-    assert not values(topline.readings(board, 10.0, {}, [JOB]), "job_energy_joules_total")
+    assert not values(topline.readings(host_snapshot, 10.0, {}, [JOB]), "job_energy_joules_total")
     assert not values(topline.readings(BUSY, 10.0, {}, [JOB]), "job_energy_joules_total"), (
         "for good: a part is missing"
     )
@@ -202,8 +204,8 @@ def test_a_device_of_which_neither_power_nor_energy_is_known_leaves_the_sum_unto
     ("reference", "model"), [("no such device", H100), (A100, "no such device")]
 )
 def test_without_peaks_there_are_no_reference_seconds(reference: str, model: str) -> None:
-    board = board_with(("gpu_busy_ratio", ("g",), 0.5), g=model)
-    readings = JobAccounting(reference).readings(board, 10.0, {}, [JOB])
+    host_snapshot = board_with(("gpu_busy_ratio", ("g",), 0.5), g=model)
+    readings = JobAccounting(reference).readings(host_snapshot, 10.0, {}, [JOB])
     assert not values(readings, "job_reference_device_seconds_total")
     assert values(readings, "job_device_seconds_total")["j", "busy"] == 5.0
 
@@ -263,7 +265,7 @@ def test_what_only_a_trace_tells_is_absent_until_there_is_one() -> None:
 
 
 def test_a_job_on_two_devices_is_known_as_well_as_the_lesser() -> None:
-    board = board_with(
+    host_snapshot = board_with(
         *(("gpu_flops", ("g", "declared", bound), 10.0) for bound in ("low", "high")),
         ("gpu_flops", ("h", "bounds", "low"), 1.0),
         ("gpu_flops", ("h", "bounds", "high"), 8.0),
@@ -272,19 +274,19 @@ def test_a_job_on_two_devices_is_known_as_well_as_the_lesser() -> None:
     )
     job = JobTick(job="j", processes=("1@1",), devices=("g", "h"))
     readings = JobAccounting(A100).readings(
-        board, 10.0, parts(g={"1@1": 1.0}, h={"1@1": 1.0}), [job]
+        host_snapshot, 10.0, parts(g={"1@1": 1.0}, h={"1@1": 1.0}), [job]
     )
     assert values(readings, "job_flops") == {
         ("j", "bounds", "low"): 11.0,
         ("j", "bounds", "high"): 18.0,
     }
-    board.put(
+    host_snapshot.put(
         "accelerators",
         [Reading("gpu_flops", ("g", "declared", bound), 1.0) for bound in ("low", "high")],
         2,
     )
     readings = JobAccounting(A100).readings(
-        board, 10.0, parts(g={"1@1": 1.0}, h={"1@1": 1.0}), [job]
+        host_snapshot, 10.0, parts(g={"1@1": 1.0}, h={"1@1": 1.0}), [job]
     )
     assert not values(readings, "job_flops"), "a part of it would be too little"
 

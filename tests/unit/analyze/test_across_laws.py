@@ -26,7 +26,7 @@ from support.jobs import (
 from support.odd_traces import gpu_rows_of, odd_trace
 from traceloom import analyze
 from traceloom.analyze.across_ranks import AcrossRanks, compute_step_limit
-from traceloom.analyze.rank_summary import TIME_CLASSES, RankPart, compute_step_breakdown
+from traceloom.analyze.rank_summary import TIME_CLASSES, RankSummary, compute_step_breakdown
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -55,8 +55,8 @@ def traces_of(job: str) -> tuple[Trace, ...]:
 
 
 @cache
-def parts_of(job: str) -> tuple[RankPart, ...]:
-    return tuple(analyze.rank_part(trace) for trace in traces_of(job))
+def parts_of(job: str) -> tuple[RankSummary, ...]:
+    return tuple(analyze.summarize_rank(trace) for trace in traces_of(job))
 
 
 @pytest.fixture(scope="module", params=["mesh", "pipelines"])
@@ -187,11 +187,11 @@ def test_what_one_comparison_remembers_does_not_reach_another() -> None:
 def test_a_clock_that_is_off_is_found_and_changes_no_wait(offset_ns: int) -> None:
     recipe = Recipe(steps=3, layers=3, ranks=2, delay_us={1: 900}, seed=2)
     plain = analyze.across_ranks(
-        [analyze.rank_part(builder.build()) for builder in training_job(recipe).run().traces()]
+        [analyze.summarize_rank(builder.build()) for builder in training_job(recipe).run().traces()]
     )
     apart = replace(recipe, clocks={0: Clock("h0"), 1: Clock("h1", offset_ns)})
     moved = analyze.across_ranks(
-        [analyze.rank_part(builder.build()) for builder in training_job(apart).run().traces()]
+        [analyze.summarize_rank(builder.build()) for builder in training_job(apart).run().traces()]
     )
     offsets = dict(moved.clocks.select("host", "offset_ns").rows())
     assert offsets["h0"] - offsets["h1"] == pytest.approx(offset_ns, abs=20_000)
@@ -226,7 +226,7 @@ def test_the_account_of_a_rank_is_all_of_its_time(job: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_account_of_an_odd_rank_is_all_of_its_time_too(seed: int) -> None:
     trace = odd_trace(seed)
-    book = analyze.rank_part(trace).ledger
+    book = analyze.summarize_rank(trace).ledger
     assert (book.sums.sum(axis=1) == book.time_ns - book.time_ns[0]).all()
     assert (np.diff(book.sums, axis=0) >= 0).all()
     assert (book.device is None) == (not trace.gpu_work().height)
@@ -273,7 +273,7 @@ def test_steps_of_one_length_and_few_steps_are_never_slow(lengths: list[int]) ->
     for number, length in enumerate(lengths):
         builder.step(number, at, length).op("aten::mm", at, length)
         at += length
-    found = analyze.slow_steps([analyze.rank_part(builder.build())])
+    found = analyze.slow_steps([analyze.summarize_rank(builder.build())])
     assert found.steps.filter("slow").height == found.differences.height == 0
 
 
@@ -283,7 +283,7 @@ def test_a_step_is_slow_from_two_per_cent_beyond_the_median_on(long: int, slow: 
     for number, length in enumerate([100, 100, 100, long, 100]):
         builder.step(number, at, length)
         at += length
-    found = analyze.slow_steps([analyze.rank_part(builder.build())])
+    found = analyze.slow_steps([analyze.summarize_rank(builder.build())])
     assert found.steps["slow"].to_list() == [False, False, False, slow, False]
 
 
@@ -317,7 +317,7 @@ def loaded(
 
 
 def balance(*builders: TraceBuilder) -> dict[str, dict[str, Any]]:
-    parts = [analyze.rank_part(builder.build()) for builder in builders]
+    parts = [analyze.summarize_rank(builder.build()) for builder in builders]
     return {row["measure"]: row for row in analyze.imbalance(parts).measures.to_dicts()}
 
 
@@ -354,7 +354,7 @@ def test_one_rank_and_ranks_without_load_have_no_balance(builders: list[TraceBui
 )
 def test_lookups_with_shapes_that_say_nothing_count_no_tokens(shapes: list[Any]) -> None:
     builder = TraceBuilder(0, 2).step(0, 0, 100).op("aten::embedding", 1, 30, shapes=shapes)
-    part = analyze.rank_part(builder.build())
+    part = analyze.summarize_rank(builder.build())
     assert part.load["tokens"].to_list() == [None]
 
 
@@ -369,7 +369,7 @@ def test_a_rank_that_exchanges_an_unknown_amount_has_none() -> None:
         correlation=99,
         **{"Collective name": "all_to_allv"},
     )
-    assert analyze.rank_part(builder.build()).load["exchanged_bytes"].to_list() == [None]
+    assert analyze.summarize_rank(builder.build()).load["exchanged_bytes"].to_list() == [None]
 
 
 # -- pipelines ----------------------------------------------------------------------------------------------------
@@ -415,7 +415,7 @@ def test_ranks_that_only_exchange_with_each_other_in_a_circle_are_no_pipeline() 
             )
         return builder
 
-    found = analyze.across_ranks([analyze.rank_part(ring(rank).build()) for rank in (0, 1)])
+    found = analyze.across_ranks([analyze.summarize_rank(ring(rank).build()) for rank in (0, 1)])
     assert found.pipeline.stages.height == found.pipeline.steps.height == 0
 
 

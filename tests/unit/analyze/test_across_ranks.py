@@ -30,7 +30,9 @@ ARGS = TraceBuilder.collective_args
 
 
 def compared(run: Run) -> AcrossRanks:
-    return analyze.across_ranks([analyze.rank_part(builder.build()) for builder in run.traces()])
+    return analyze.across_ranks(
+        [analyze.summarize_rank(builder.build()) for builder in run.traces()]
+    )
 
 
 def made(recipe: ParallelRecipe) -> tuple[Run, AcrossRanks]:

@@ -19,7 +19,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_nodes, scenario_of, sweep, whatif, whatif_many
 from traceloom.errors import UsageError
 from traceloom.graph import Plan, calibrate, law
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 
 Plainly = Callable[[PlainScenario], None]
@@ -355,8 +355,8 @@ def renumbered(graph: Graph, seed: int) -> tuple[Graph, list[int]]:
     new = [0] * len(order)
     for number, old in enumerate(order):
         new[old] = number
-    number_of = pl.Series(new, dtype=gs.Node)
-    nodes = graph.nodes[order].with_columns(node=pl.int_range(pl.len(), dtype=gs.Node))
+    number_of = pl.Series(new, dtype=graph_schema.Node)
+    nodes = graph.nodes[order].with_columns(node=pl.int_range(pl.len(), dtype=graph_schema.Node))
     edges = graph.edges.with_columns(
         source=number_of[graph.edges["source"]], target=number_of[graph.edges["target"]]
     )

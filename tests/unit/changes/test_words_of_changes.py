@@ -18,10 +18,10 @@ from traceloom.changes.changes import (
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import sweep
 from traceloom.errors import UsageError
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 
-KINDS_OF = {
+KINDS_BY_ALGORITHM = {
     "kernels": {"kernel"},
     "copies": {"copy", "fill"},
     "gpu": {"kernel", "copy", "fill"},
@@ -57,17 +57,20 @@ def one_of_each() -> Graph:
             "residual_ns": 0,
         }
         for rank in (0, 1, 12)
-        for kind in gs.NODE_KINDS
+        for kind in graph_schema.NODE_KINDS
         for name in NAMES
     ]
     nodes = pl.DataFrame(
-        [row | {"node": at} for at, row in enumerate(rows)], schema=gs.GRAPH_SCHEMAS["nodes"]
+        [row | {"node": at} for at, row in enumerate(rows)],
+        schema=graph_schema.GRAPH_SCHEMAS["nodes"],
     )
-    parts = nodes.filter(pl.col("kind").is_in(list(gs.COMMUNICATION)))
+    parts = nodes.filter(pl.col("kind").is_in(list(graph_schema.COMMUNICATION)))
     kinds = ["all_reduce", "all_gather"] * (parts.height // 2) + ["send"] * (parts.height % 2)
     rows = [{"node": node, "kind": kind} for node, kind in zip(parts["node"], kinds, strict=True)]
-    communication = pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS["communication"])
-    return Graph(nodes, pl.DataFrame(schema=gs.GRAPH_SCHEMAS["edges"]), communication=communication)
+    communication = pl.DataFrame(rows, schema=graph_schema.GRAPH_SCHEMAS["communication"])
+    return Graph(
+        nodes, pl.DataFrame(schema=graph_schema.GRAPH_SCHEMAS["edges"]), communication=communication
+    )
 
 
 GRAPH = one_of_each()
@@ -78,8 +81,8 @@ def meant(text: str) -> pl.DataFrame:
 
 
 def test_each_word_means_its_kinds_of_work_and_no_other() -> None:
-    assert set(NODE_TARGETS) == set(KINDS_OF)
-    for target, kinds in KINDS_OF.items():
+    assert set(NODE_TARGETS) == set(KINDS_BY_ALGORITHM)
+    for target, kinds in KINDS_BY_ALGORITHM.items():
         nodes = meant(f"{target} * 2")
         assert set(nodes["kind"]) == kinds, target
         names = 1 if target == "loading" else len(NAMES)
@@ -149,7 +152,9 @@ def test_a_long_name_is_shown_in_part() -> None:
         "duration_ns": 1,
         "work_ns": 1,
     }
-    nodes = pl.DataFrame([row | {"residual_ns": 0, "rank": 0}], schema=gs.GRAPH_SCHEMAS["nodes"])
+    nodes = pl.DataFrame(
+        [row | {"residual_ns": 0, "rank": 0}], schema=graph_schema.GRAPH_SCHEMAS["nodes"]
+    )
     with pytest.raises(UsageError) as refused:
         Scenario.of(Graph(nodes, GRAPH.edges)).apply(parse("kernels ~ nothing * 2"))
     assert len(str(refused.value.hint)) < 130
@@ -301,7 +306,7 @@ def test_events_of_one_rank_are_the_nodes_of_that_rank() -> None:
             }
             for at, (rank, event) in enumerate(rows)
         ],
-        schema=gs.GRAPH_SCHEMAS["nodes"],
+        schema=graph_schema.GRAPH_SCHEMAS["nodes"],
     )
     graph = Graph(nodes, GRAPH.edges)
     assert select_event_nodes(graph, 0, pl.Series([3])).tolist() == [

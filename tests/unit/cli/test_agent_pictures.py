@@ -138,9 +138,9 @@ def value(metric: str, number: float, **labels: str) -> dict[str, Any]:
     return {"metric": f"traceloom_{metric}", "value": number, "labels": labels}
 
 
-def picture(devices: list[dict[str, Any]], **host: Any) -> views.HostPicture:
+def picture(devices: list[dict[str, Any]], **host: Any) -> views.HostSnapshot:
     return filled(
-        views.HostPicture,
+        views.HostSnapshot,
         {
             "status": state(),
             "host": {"cpu": None, "memory": None, **host},
@@ -325,7 +325,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "copied_bytes_per_step": 1e6,
     }
     _, flops, types, roofline, copied = shown(
-        views.render_learned_job(filled(api.TraceAnswer, answer))
+        views.render_job_facts(filled(api.TraceAnswer, answer))
     )
     assert flops.split()[:3] == ["FLOPs", "2.50", "PFLOP"]
     assert "bfloat16 75%, float32 25%" in types, "the most first"
@@ -338,7 +338,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": None,
         "copied_bytes_per_step": None,
     }
-    lines = shown(views.render_learned_job(filled(api.TraceAnswer, nothing)))
+    lines = shown(views.render_job_facts(filled(api.TraceAnswer, nothing)))
     assert sum("not in the trace" in line for line in lines) == 4
     assert "--shapes" in lines[-1]
     measured = {
@@ -347,7 +347,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": 0.0,
         "copied_bytes_per_step": 0.0,
     }
-    zero = shown(views.render_learned_job(filled(api.TraceAnswer, measured)))
+    zero = shown(views.render_job_facts(filled(api.TraceAnswer, measured)))
     assert sum("not in the trace" in line for line in zero) == 1, (
         "measured to be nothing is not unknown"
     )

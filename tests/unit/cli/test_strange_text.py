@@ -14,7 +14,7 @@ import pytest
 from support.fuzzing.seeds import FORMATS, trace
 from support.fuzzing.trying import LOST, VERBS, captured
 from traceloom.cli import main
-from traceloom.system.text import clean_json, encode_json, replace_surrogates
+from traceloom.system.text import encode_json, replace_json_surrogates, replace_surrogates
 
 HALF = "\ud83d"
 NO_TEXT = os.fsdecode(b"\xff")
@@ -23,7 +23,7 @@ NO_TEXT = os.fsdecode(b"\xff")
 def test_lone_surrogates_become_one_sign_each():
     assert replace_surrogates(f"a{HALF}b") == "a\ufffdb"
     assert replace_surrogates("a 名 😀") == "a 名 😀"
-    assert clean_json({HALF: [HALF, 1, {"x": f"{HALF}y"}]}) == (
+    assert replace_json_surrogates({HALF: [HALF, 1, {"x": f"{HALF}y"}]}) == (
         {"\ufffd": ["\ufffd", 1, {"x": "\ufffdy"}]},
         3,
     )

@@ -16,7 +16,7 @@ from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.findings import Context
 from traceloom.graph import Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.testing import TraceBuilder
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.session import Session
@@ -103,7 +103,7 @@ def test_steps_one_after_the_other_add_up_to_the_time_from_the_first_to_the_last
     times = context.graph.point_times()
     taken = context.compute_step_lengths(times)
     assert (taken >= 0).all()
-    device = context.select_kinds(gs.KERNEL)
+    device = context.select_kinds(graph_schema.KERNEL)
     first = 0 if len(lengths) > 1 else int(times.min())
     last = int(times[1::2][device].max()) if len(lengths) > 1 else int(times.max())
     assert taken.sum() == last - first
@@ -181,7 +181,7 @@ def test_exposed_time_is_that_in_which_no_other_kernel_runs(seed: int) -> None:
             context.compute_exposed_ns((name == kind).to_numpy())
             == len(painted[kind] - painted[other]) * US
         )
-    copies = context.select_kinds(gs.COPY)
+    copies = context.select_kinds(graph_schema.COPY)
     assert (
         context.compute_exposed_ns(copies)
         == len(painted["copy"] - painted[BUSY] - painted[GEMM]) * US
@@ -230,7 +230,7 @@ def test_a_change_of_some_steps_leaves_all_others_as_they_were(text: str) -> Non
 def test_evidence_is_the_longest_first_at_its_own_time() -> None:
     step = HandStep(100).launched("a", 0, 10, 30).launched("b", 5, 41, 50).launched("c", 10, 92, 5)
     context = Context.of(Session((step.build(),), "three"))
-    kernels = context.select_kinds(gs.KERNEL)
+    kernels = context.select_kinds(graph_schema.KERNEL)
     events = context.traces[0].events
     shown = context.evidence(kernels, max_count=2)
     assert [(one.what, one.duration_ns) for one in shown] == [("b", 50 * US), ("a", 30 * US)]

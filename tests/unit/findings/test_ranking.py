@@ -14,7 +14,7 @@ from traceloom.changes.whatif import whatif
 from traceloom.findings import RULES, Context, rank
 from traceloom.findings.ranking import HIGH_SHARE, MEDIUM_SHARE, MIN_SAVING_SHARE
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message, Remark
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.trace.notice import Abstention
 from traceloom.trace.session import Session
 
@@ -177,6 +177,8 @@ def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
     found = Context.of(twice)
     assert found.find_trace(built[1].rank) is None
     assert found.find_trace(built[2].rank) is built[2]
-    kernels = found.evidence(found.select_kinds(gs.KERNEL), max_count=found.graph.nodes.height)
+    kernels = found.evidence(
+        found.select_kinds(graph_schema.KERNEL), max_count=found.graph.nodes.height
+    )
     assert {(one.rank, one.lane is None) for one in kernels} == {(0, False), (1, True), (2, False)}
     assert rank(found, RULES).time  # and no rule trips over it

@@ -11,7 +11,7 @@ import pytest
 
 from traceloom.errors import UsageError
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.graph.rank import link_rank
@@ -67,7 +67,7 @@ class Made:
         }
         return Graph(
             **{
-                name: pl.DataFrame(rows, schema=gs.GRAPH_SCHEMAS[name])
+                name: pl.DataFrame(rows, schema=graph_schema.GRAPH_SCHEMAS[name])
                 for name, rows in frames.items()
             }
         )

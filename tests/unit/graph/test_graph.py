@@ -8,11 +8,11 @@ import polars as pl
 import pytest
 
 from support.small_graph import small_graph
-from traceloom.graph.graph import Graph, make_empty_frame
+from traceloom.graph.graph import Graph, build_empty_frame
 
 
 def test_a_graph_without_nodes_is_of_one_rank() -> None:
-    assert Graph(make_empty_frame("nodes"), make_empty_frame("edges")).job_ranks == 1
+    assert Graph(build_empty_frame("nodes"), build_empty_frame("edges")).job_size == 1
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_ranks_are_those_that_are_stated_or_named(
         ),
         pl.lit(peer, graph.communication.schema["peer"]).alias("peer"),
     )
-    assert replace(graph, communication=communication, world_size=stated).job_ranks == ranks
+    assert replace(graph, communication=communication, world_size=stated).job_size == ranks

@@ -14,7 +14,7 @@ from polars.testing import assert_frame_equal
 
 from support.small_graph import small_graph
 from traceloom.errors import InputError, OutputError
-from traceloom.graph.graph import Graph, is_graph, load, make_empty_frame, save
+from traceloom.graph.graph import Graph, build_empty_frame, is_graph, load, save
 
 
 def same(one: Graph, other: Graph) -> None:
@@ -35,7 +35,7 @@ def test_a_graph_comes_back_as_it_was(tmp_path: Path, ranks: int) -> None:
 
 
 def test_an_empty_graph_comes_back(tmp_path: Path) -> None:
-    graph = Graph(make_empty_frame("nodes"), make_empty_frame("edges"))
+    graph = Graph(build_empty_frame("nodes"), build_empty_frame("edges"))
     save(graph, tmp_path / "a.graph")
     same(graph, load(tmp_path / "a.graph"))
 

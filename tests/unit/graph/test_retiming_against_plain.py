@@ -13,7 +13,7 @@ from support.plain_graph import STEADY_NS, PlainScenario, RandomJob, longest
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import scenario_of
 from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import (
     compute_latest_times,
     compute_slack_ns,
@@ -139,7 +139,7 @@ def grid(lanes: int, length: int, seed: int) -> Graph:
     )
     frames = []
     for name, frame in (("nodes", nodes), ("edges", edges)):
-        schema = gs.GRAPH_SCHEMAS[name]
+        schema = graph_schema.GRAPH_SCHEMAS[name]
         missing = [pl.lit(None).alias(column) for column in schema if column not in frame.columns]
         frames.append(frame.with_columns(missing).select(schema.names()).cast(dict(schema)))
     return Graph(frames[0], frames[1])

@@ -53,37 +53,41 @@ def test_kills_of_the_host_are_for_everybody() -> None:
 
 
 def test_a_group_that_users_share_and_kills_in_it_are_for_nobody_in_particular() -> None:
-    board = full_board()
+    host_snapshot = full_board()
     for uid, kills in ((ANNA, ["slurm-7"]), (BERT, [])):
         assert [
             kill.job
-            for kill in VisibleSnapshot(board, Caller(name="user", uid=uid, sees="own")).oom_kills
+            for kill in VisibleSnapshot(
+                host_snapshot, Caller(name="user", uid=uid, sees="own")
+            ).oom_kills
         ] == kills
-    assert VisibleSnapshot(board, Caller(name="tcp", sees="host")).oom_kills == []
-    assert len(VisibleSnapshot(board, Caller(name="root", uid=0, sees="all")).oom_kills) == 2
+    assert VisibleSnapshot(host_snapshot, Caller(name="tcp", sees="host")).oom_kills == []
+    assert (
+        len(VisibleSnapshot(host_snapshot, Caller(name="root", uid=0, sees="all")).oom_kills) == 2
+    )
     series = ("cgroup_memory_bytes", ("/slurm-7", ""))  # of no job
     anna = Caller(name="anna", uid=ANNA, sees="own")
-    assert VisibleSnapshot(board, anna).shows(series)
-    bert = next(process for process in board.processes.values() if process.uid == BERT)
-    board.processes[bert.key] = msgspec.structs.replace(bert, cgroup="/slurm-7")
-    assert not VisibleSnapshot(board, anna).shows(series)
+    assert VisibleSnapshot(host_snapshot, anna).shows(series)
+    bert = next(process for process in host_snapshot.processes.values() if process.uid == BERT)
+    host_snapshot.processes[bert.key] = msgspec.structs.replace(bert, cgroup="/slurm-7")
+    assert not VisibleSnapshot(host_snapshot, anna).shows(series)
 
 
 def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
-    board = full_board()
+    host_snapshot = full_board()
     reader, root = (
         Caller(name="token", sees="all"),
         Caller(name="root", uid=0, sees="all", commands=True),
     )
-    assert {process.command for process in VisibleSnapshot(board, reader).processes.values()} == {
-        ""
-    }
+    assert {
+        process.command for process in VisibleSnapshot(host_snapshot, reader).processes.values()
+    } == {""}
     names = METRICS["process_info"].labels
 
     def infos(peer: Caller) -> list[dict[str, str]]:
         return [
             dict(zip(names, labels, strict=True))
-            for (name, labels), _, _ in VisibleSnapshot(board, peer).values()
+            for (name, labels), _, _ in VisibleSnapshot(host_snapshot, peer).values()
             if name == "process_info"
         ]
 
@@ -96,7 +100,9 @@ def test_who_only_reads_sees_whose_processes_are_but_no_commands() -> None:
 
     assert (
         b"train.py"
-        not in render_openmetrics(VisibleSnapshot(board, reader), Config(compat=("dcgm",)))[0]
+        not in render_openmetrics(VisibleSnapshot(host_snapshot, reader), Config(compat=("dcgm",)))[
+            0
+        ]
     )
 
 

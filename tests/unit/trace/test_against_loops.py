@@ -77,9 +77,7 @@ def test_numbers_of_nodes_are_those_of_their_columns(ranks: int) -> None:
     assert [names[number] for number in graph.name_numbers.tolist()] == [
         row["name"] for row in rows
     ]
-    assert graph.rank_numbers.tolist() == [
-        -1 if row["rank"] is None else row["rank"] for row in rows
-    ]
+    assert graph.node_ranks.tolist() == [-1 if row["rank"] is None else row["rank"] for row in rows]
     source, target = graph.points()
     assert source.tolist() == [2 * edge["source"] + edge["from_end"] for edge in edges]
     assert target.tolist() == [2 * edge["target"] + edge["to_end"] for edge in edges]

@@ -8,7 +8,7 @@ import pytest
 from traceloom.errors import UsageError
 from traceloom.workload.collective_algorithms import (
     ALGORITHMS,
-    KINDS_OF,
+    KINDS_BY_ALGORITHM,
     Schedule,
     build_schedule,
     compute_parents,
@@ -16,7 +16,7 @@ from traceloom.workload.collective_algorithms import (
 )
 
 _MIB = 1 << 20
-CASES = [(kind, algorithm) for algorithm in ALGORITHMS for kind in KINDS_OF[algorithm]]
+CASES = [(kind, algorithm) for algorithm in ALGORITHMS for kind in KINDS_BY_ALGORITHM[algorithm]]
 
 
 def heard(made: Schedule) -> np.ndarray:

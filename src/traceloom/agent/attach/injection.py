@@ -98,12 +98,12 @@ _LIBC.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c
 _LIBC.ptrace.restype = ctypes.c_long
 
 
-def is_possible() -> bool:
+def is_architecture_supported() -> bool:
     """Whether the registers of this machine's architecture are supported."""
     return platform.system() == "Linux" and platform.machine() in SUPPORTED_MACHINES
 
 
-def is_call_allowed() -> bool:
+def is_ptrace_allowed() -> bool:
     """Whether the kernel allows this process ptrace(2) at all: filters of containers may refuse
     it.
     """
@@ -321,7 +321,7 @@ _YAMA = "kernel.yama.ptrace_scope"
 
 def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
     """Returns why processes cannot be attached to, and what would help; both "" if they can."""
-    if not is_possible():
+    if not is_architecture_supported():
         return f"the registers of {platform.machine()} are not known to it", ""
     try:
         scope = int(read(proc / "sys/kernel/yama/ptrace_scope"))
@@ -342,7 +342,7 @@ def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
             f"Yama lets parents and root alone do so ({_YAMA} is {scope})",
             f"run the agent as root, or set {_YAMA} to 0",
         )
-    if not is_call_allowed():
+    if not is_ptrace_allowed():
         return (
             "a filter of system calls (seccomp) refuses ptrace(2)",
             "start the container with --cap-add SYS_PTRACE, or with a seccomp profile that allows it",
@@ -353,8 +353,8 @@ def explain_attach_refusal(proc: Path = Path("/proc")) -> tuple[str, str]:
 _ATTACH_TIMEOUT_S = 2.0  # for everything done while the thread is stopped
 _MAX_TEXT_BYTES = 1 << 20
 _MMAP, _MUNMAP = 9, 11  # numbers of system calls of x86-64
-_SCHED_SYSCALLS = b"\x0f\x05"  # the instruction
-_MAX_INSTRUCTIONS = 64  # bytes of libc's `syscall` that are searched for the instruction
+_SYSCALL_OPCODE = b"\x0f\x05"  # the instruction
+_SYSCALL_SEARCH_BYTES = 64  # bytes of libc's `syscall` that are searched for the instruction
 _LIBRARY_NAMES = ("libpython", "libc.so", "libc-2")  # searched in addition to the program itself
 _ADD_PENDING, _RUN = "Py_AddPendingCall", "PyRun_SimpleString"
 # Scheduled text must not raise, and KeyboardInterrupt may arrive while it runs.
@@ -386,7 +386,7 @@ def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[s
         `pause_ns`, how long its main thread was stopped; or `fault` (a slug) and `detail`.
     """
     try:
-        if not is_possible():
+        if not is_architecture_supported():
             raise _AttachFaultError(explain_attach_refusal()[0], slug="not-permitted")  # noqa: TRY301
         _check(pid, start_ticks, order["folder"])
         functions, instruction = _find_python_functions(pid)
@@ -482,8 +482,8 @@ def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:
                 if symbol != "syscall":
                     functions.setdefault(symbol, address)
                 elif not instruction:
-                    position = os.pread(descriptor, _MAX_INSTRUCTIONS, function.offset).find(
-                        _SCHED_SYSCALLS
+                    position = os.pread(descriptor, _SYSCALL_SEARCH_BYTES, function.offset).find(
+                        _SYSCALL_OPCODE
                     )
                     instruction = address + position if position >= 0 else 0
         finally:

@@ -26,18 +26,18 @@ class Scheduler:
     """The tasks of all collectors.
 
     Args:
-        board: Receives the readings.
+        host_snapshot: Receives the readings.
         collectors: The collectors.
         delivered: Called in the loop after a collector has delivered.
     """
 
     def __init__(
         self,
-        board: Snapshot,
+        host_snapshot: Snapshot,
         collectors: Iterable[Collector],
         delivered: Callable[[Collector], None] = lambda _: None,
     ) -> None:
-        self.board = board
+        self.host_snapshot = host_snapshot
         self.collectors = list(collectors)
         self.delivered = delivered
         self._fast_until = 0.0
@@ -46,7 +46,9 @@ class Scheduler:
         self._sooner: dict[str, asyncio.Event] = {}
         self._hanging: set[str] = set()
         for collector in self.collectors:
-            board.collectors[collector.name] = CollectorStatus(collector.name, collector.period_s)
+            host_snapshot.collectors[collector.name] = CollectorStatus(
+                collector.name, collector.period_s
+            )
 
     def start(self) -> None:
         """Start the tasks; needs a running loop."""
@@ -71,11 +73,11 @@ class Scheduler:
 
     async def collect(self, collector: Collector) -> bool:
         """Run a collector once; returns whether it delivered."""
-        state = self.board.collectors[collector.name]
+        state = self.host_snapshot.collectors[collector.name]
         start = time.monotonic()
         try:
             readings = await asyncio.wait_for(self._in_a_thread(collector), collector.timeout_s)
-            self.board.put(collector.name, readings, time.time_ns())
+            self.host_snapshot.put(collector.name, readings, time.time_ns())
             state.trouble = ""
         except (asyncio.TimeoutError, TimeoutError):
             self._failed(
@@ -97,13 +99,13 @@ class Scheduler:
         """Returns the run times and failures of the collectors."""
         readings = [
             Reading("collector_seconds", (state.name,), state.seconds)
-            for state in self.board.collectors.values()
+            for state in self.host_snapshot.collectors.values()
             if state.runs
         ]
         readings += [
             # Zeros as well: Prometheus misses the first increment of a counter that starts at 1.
             Reading("collector_failures_total", (state.name, reason), state.failures.get(reason, 0))
-            for state in self.board.collectors.values()
+            for state in self.host_snapshot.collectors.values()
             for reason in FAILURES
         ]
         return readings
@@ -113,7 +115,7 @@ class Scheduler:
             LOG.warning("collector %s: %s", collector.name, text)
         state.trouble = text
         state.failures[reason] = state.failures.get(reason, 0) + 1
-        self.board.stale(collector.name)
+        self.host_snapshot.stale(collector.name)
 
     async def _run(self, collector: Collector) -> None:
         wake_event = self._sooner[collector.name]

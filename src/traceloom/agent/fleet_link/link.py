@@ -147,7 +147,7 @@ class FleetConnection:
     Args:
         config: The agent's; `fleet.server` is set.
         state: The directory of its files.
-        board: The snapshot of the host.
+        host_snapshot: The snapshot of the host.
         desk: Takes requests for traces.
         topline: Device time of jobs in the last tick.
         boot_id: Boot id of this host.
@@ -160,14 +160,14 @@ class FleetConnection:
         self,
         config: Config,
         state: Path,
-        board: Snapshot,
+        host_snapshot: Snapshot,
         desk: TraceService,
         topline: JobAccounting,
         boot_id: str,
     ) -> None:
-        self.config, self.board, self.desk, self.topline, self.boot_id = (
+        self.config, self.host_snapshot, self.desk, self.topline, self.boot_id = (
             config,
-            board,
+            host_snapshot,
             desk,
             topline,
             boot_id,
@@ -214,7 +214,7 @@ class FleetConnection:
         now_ns = self.now_ns()
         self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
         return self.minutes.take(
-            now_ns, {uuid: device.model for uuid, device in self.board.devices.items()}
+            now_ns, {uuid: device.model for uuid, device in self.host_snapshot.devices.items()}
         )
 
     def readings(self) -> list[Reading]:
@@ -330,9 +330,9 @@ class FleetConnection:
         )
 
     def _heartbeat(self, usage: list[UsageRow]) -> Heartbeat:
-        values: dict[str, dict[str, float]] = {uuid: {} for uuid in self.board.devices}
+        values: dict[str, dict[str, float]] = {uuid: {} for uuid in self.host_snapshot.devices}
         hung: set[str] = set()
-        for (metric, labels), value, _ in self.board.values():
+        for (metric, labels), value, _ in self.host_snapshot.values():
             if len(labels) == 1 and labels[0] in values:
                 values[labels[0]][metric] = value
             elif metric == "job_hung" and value:
@@ -350,7 +350,7 @@ class FleetConnection:
                     stale=device.stale[:256],
                     values=values[uuid],
                 )
-                for uuid, device in self.board.devices.items()
+                for uuid, device in self.host_snapshot.devices.items()
             ],
             processes=[
                 HostProcess(
@@ -374,12 +374,12 @@ class FleetConnection:
                     polls=process.key in self.desk.registry.clients,
                     hung=process.owner.job in hung,
                 )
-                for process in list(self.board.processes.values())[:MAX_PROCESSES]
+                for process in list(self.host_snapshot.processes.values())[:MAX_PROCESSES]
             ],
             usage=usage,
             trouble={
                 name: state.trouble[:256]
-                for name, state in self.board.collectors.items()
+                for name, state in self.host_snapshot.collectors.items()
                 if state.trouble
             },
         )

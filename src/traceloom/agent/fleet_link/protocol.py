@@ -105,7 +105,7 @@ class UsageRow(FleetMessage, frozen=True, kw_only=True):
     Rows of a device and minute add up to at most 60,000 ms.
     """
 
-    minute: NonNegativeInt  # since 1970, of the host's clock
+    minute: NonNegativeInt  # minutes since 1970, on the service's clock
     device: Name
     device_model: Name = ""
     job: Name = ""
@@ -119,9 +119,9 @@ class UsageRow(FleetMessage, frozen=True, kw_only=True):
 
 
 class Heartbeat(FleetMessage, frozen=True, kw_only=True):
-    """How a host is.
+    """The current state of a host.
 
-    `usage_from`: the first minute of `usage`; rows of a minute come all at once.
+    `usage`: whole minutes, oldest first; all rows of a minute are sent together.
     """
 
     sent_ns: NonNegativeInt

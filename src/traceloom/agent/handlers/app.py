@@ -108,7 +108,7 @@ def build_app(agent: AgentInterface) -> ASGIApp:
         return respond
 
     async def metrics(request: Request) -> Response:
-        view = VisibleSnapshot(agent.board.copy(), request.state.peer)
+        view = VisibleSnapshot(agent.host_snapshot.copy(), request.state.peer)
         text, kind = await asyncio.to_thread(
             render_openmetrics, view, agent.config, request.headers.get("accept", "")
         )

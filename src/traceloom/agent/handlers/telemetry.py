@@ -43,7 +43,7 @@ class AgentRequest:
     def __init__(self, agent: AgentInterface, request: Request) -> None:
         self.agent, self.request = agent, request
         self.peer: Caller = request.state.peer
-        self.view = VisibleSnapshot(agent.board, self.peer)
+        self.view = VisibleSnapshot(agent.host_snapshot, self.peer)
 
     async def body(self, form_type: type[RequestForm]) -> RequestForm:
         """Returns the decoded body.
@@ -85,14 +85,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def _get_health(agent_request: AgentRequest) -> forms.Health:
-    states = agent_request.agent.board.collectors.values()
+    states = agent_request.agent.host_snapshot.collectors.values()
     now_ns, grace_period_ns = time.time_ns(), 60 * 10**9
     alive = [
         state
         for state in states
         if now_ns - state.ran_ns < 3 * state.period_s * 10**9 + grace_period_ns
     ]
-    if alive or now_ns - agent_request.agent.board.started_ns < grace_period_ns:
+    if alive or now_ns - agent_request.agent.host_snapshot.started_ns < grace_period_ns:
         return forms.Health(healthy=True)
     raise HttpError(
         503,
@@ -170,7 +170,7 @@ async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesAnswer:
         for key, p in view.processes.items()
     ]
     return forms.ProcessesAnswer(
-        processes=rows, hidden=len(agent_request.agent.board.processes) - len(rows)
+        processes=rows, hidden=len(agent_request.agent.host_snapshot.processes) - len(rows)
     )
 
 
@@ -215,7 +215,9 @@ async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
                 steps_per_second=min(rates, default=None),
             )
         )
-    all_jobs = {p.owner.job for p in agent_request.agent.board.processes.values() if p.owner.job}
+    all_jobs = {
+        p.owner.job for p in agent_request.agent.host_snapshot.processes.values() if p.owner.job
+    }
     return forms.JobsAnswer(jobs=rows, hidden=len(all_jobs) - len(rows))
 
 
@@ -280,7 +282,7 @@ async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
             device=event.device,
             code=event.code,
         )
-        for event in agent_request.view.board.events
+        for event in agent_request.view.host_snapshot.events
     ]
     for kill in agent_request.view.oom_kills:
         limit = (

@@ -89,7 +89,7 @@ class HangService:
 
     Args:
         config: The agent's.
-        board: The latest values.
+        host_snapshot: The latest values.
         history: Past values.
         steps: Steps of all processes.
         places: Directories of bundles.
@@ -101,7 +101,7 @@ class HangService:
     def __init__(
         self,
         config: Config,
-        board: Snapshot,
+        host_snapshot: Snapshot,
         history: History,
         steps: StepCounter,
         *,
@@ -110,7 +110,12 @@ class HangService:
         boot_id: str,
         note: Callable[[str, dict[str, object]], None],
     ) -> None:
-        self.config, self.board, self.history, self.steps = config, board, history, steps
+        self.config, self.host_snapshot, self.history, self.steps = (
+            config,
+            host_snapshot,
+            history,
+            steps,
+        )
         self.places, self.path, self.boot_id, self.note = places, path, boot_id, note
         self.watch = HangDetector(
             config.hangs,
@@ -165,17 +170,17 @@ class HangService:
 
     def look(self) -> None:
         """Check all jobs; called about once a second."""
-        sheet = self.board.results.get("processes")
+        sheet = self.host_snapshot.results.get("processes")
         if not self.config.hangs.watch or sheet is None:
             return
-        for key in [key for key in self._resumed if key in self.board.processes]:
+        for key in [key for key in self._resumed if key in self.host_snapshot.processes]:
             self.steps.resume(key, self._resumed.pop(key))
         disk: dict[str, float] = {}
         for (metric, labels), value in sheet.values.items():
             if metric == "process_disk_bytes_total":
                 disk[labels[0]] = disk.get(labels[0], 0.0) + value
         now, now_ns = time.monotonic(), time.time_ns()
-        new = self.watch.look(now, now_ns, self.board.processes.values(), self.steps, disk)
+        new = self.watch.look(now, now_ns, self.host_snapshot.processes.values(), self.steps, disk)
         for hang, recovered in self.watch.over:
             if (number := self._open.pop(hang.key, None)) is not None:
                 state: State = "recovered" if recovered else "ended"
@@ -252,7 +257,9 @@ class HangService:
 
     async def _describe(self, record: HangRecord) -> None:
         hang, number = record.hang, record.id
-        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
+        processes = [
+            p for p in self.host_snapshot.processes.values() if (p.owner.job, p.uid) == hang.key
+        ]
         if not processes:
             return
         try:
@@ -305,7 +312,9 @@ class HangService:
         A loop that spins in one function counts as hanging, whichever of its lines it is at. A rank
         that goes on stepping shows nothing about those that do not.
         """
-        processes = [p for p in self.board.processes.values() if (p.owner.job, p.uid) == hang.key]
+        processes = [
+            p for p in self.host_snapshot.processes.values() if (p.owner.job, p.uid) == hang.key
+        ]
         mains = find_rank_pids(processes)
         members = {member.pid for member in hang.processes}
         ranks = [p for p in processes if p.pid in mains or p.pid in members][:_MAX_EXAMINED]
@@ -342,7 +351,7 @@ class HangService:
             uuid for process in processes for uuid in (*process.devices, *process.owner.devices)
         }
         values: dict[str, dict[str, float]] = {uuid: {} for uuid in job_devices}
-        for (name, labels), value, _ in self.board.values():
+        for (name, labels), value, _ in self.host_snapshot.values():
             series_labels = dict(zip(METRICS[name].labels, labels, strict=True))
             device = series_labels.pop("device", "")
             if (
@@ -358,17 +367,17 @@ class HangService:
                     if label_text
                     else METRICS[name].full_name
                 ] = value
-        allowed = select_job_labels(self.board, processes[0])
+        allowed = select_job_labels(self.host_snapshot, processes[0])
         since_ns = hang.since_ns - int(_HISTORY_S * 1e9)
         series: dict[SeriesKey, tuple[array[int], array[float]]] = {}
-        for name in {name for (name, _), _, _ in self.board.values()}:
+        for name in {name for (name, _), _, _ in self.host_snapshot.values()}:
             series |= {
                 (name, points.labels): (points.times_ns, points.values)
                 for points in self.history.recent(name, since_ns, time.time_ns())
                 if is_relevant_series((name, points.labels), allowed)
             }
             await asyncio.sleep(0)  # each scans minutes of values; let polls be answered in between
-        devices = self.board.devices
+        devices = self.host_snapshot.devices
         return HangContext(
             host=self.config.host_name,
             processes=tuple(processes),
@@ -393,7 +402,7 @@ class HangService:
                     text=event.text,
                     code=event.code,
                 )
-                for event in self.board.events
+                for event in self.host_snapshot.events
                 if event.device in job_devices
             ),
         )
@@ -410,7 +419,9 @@ class HangService:
 
     def _document(self) -> bytes:
         paces = {
-            key: pace for key in self.board.processes if (pace := self.steps.pace(key)) is not None
+            key: pace
+            for key in self.host_snapshot.processes
+            if (pace := self.steps.pace(key)) is not None
         }
         stored = _StoredHangs(
             boot_id=self.boot_id, paces=self._resumed | paces, records=self.records

@@ -33,7 +33,7 @@ class TelemetryProfiler:
     target's processes, job and control groups.
 
     Args:
-        board: Receives the readings of the collectors.
+        host_snapshot: Receives the readings of the collectors.
         scheduler: Runs the collectors.
         host: Name of the host.
     """
@@ -41,7 +41,7 @@ class TelemetryProfiler:
     name = "telemetry"
 
     def __init__(self, snapshot: Snapshot, scheduler: Scheduler, host: str) -> None:
-        self.board, self.scheduler, self.host = snapshot, scheduler, host
+        self.host_snapshot, self.scheduler, self.host = snapshot, scheduler, host
 
     def resources(self, process: Process) -> frozenset[str]:
         """Always empty: the collectors run anyway."""
@@ -62,7 +62,7 @@ class TelemetryProfiler:
 
         def take(_collector: str, sheet: CollectorResult) -> None:
             nonlocal room
-            allowed = select_job_labels(self.board, process)
+            allowed = select_job_labels(self.host_snapshot, process)
             for series, value in sheet.values.items():
                 if room and is_relevant_series(series, allowed):
                     times, numbers = values.setdefault(series, (array("q"), array("d")))
@@ -72,17 +72,17 @@ class TelemetryProfiler:
 
         try:
             await asyncio.sleep(max(0.0, (window.start_ns - time.time_ns()) / 1e9))
-            for name, result in self.board.results.items():
+            for name, result in self.host_snapshot.results.items():
                 # The last values before the start: slow collectors may have no others.
                 take(name, result)
-            self.board.listeners.append(take)
+            self.host_snapshot.listeners.append(take)
             while not window_end.done():
                 self.scheduler.run_fast(_FAST_COLLECTION_S)
                 await asyncio.wait({window_end}, timeout=_FAST_COLLECTION_S / 2)
         finally:
             window_end.cancel()
             with contextlib.suppress(ValueError):  # it had not started
-                self.board.listeners.remove(take)
+                self.host_snapshot.listeners.remove(take)
         start_ns, end_ns = await window_end
         for series, (times, numbers) in list(values.items()):
             # Include the last values before the start.

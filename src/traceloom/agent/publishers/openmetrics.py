@@ -25,11 +25,11 @@ from traceloom.agent.metrics import METRICS, HistogramReading, Metric, SeriesKey
 from traceloom.agent.ownership.model import Process
 
 
-def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
+def build_dcgm_families(host_snapshot: ReadableSnapshot, host: str) -> list[Family]:
     """Returns families with dcgm-exporter's names, without series of unknown devices."""
-    labels = build_device_labels(board, host)
+    labels = build_device_labels(host_snapshot, host)
     families: dict[str, Family] = {}
-    for (name, values), value, _ in board.values():
+    for (name, values), value, _ in host_snapshot.values():
         metric = METRICS[name]
         if not metric.dcgm_aliases:
             continue
@@ -50,7 +50,7 @@ def build_dcgm_families(board: ReadableSnapshot, host: str) -> list[Family]:
     return list(families.values())
 
 
-def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
+def build_device_labels(host_snapshot: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
     """Returns the labels of each device; a partition has those of its device, with its profile and
     number.
 
@@ -58,7 +58,7 @@ def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[st
     count it twice.
     """
     owners: dict[str, set[tuple[str, str, str, str]]] = defaultdict(set)
-    for process in board.processes.values():
+    for process in host_snapshot.processes.values():
         process_owner = process.owner
         scheduled = (
             process_owner.job.partition("-")[2]
@@ -70,8 +70,8 @@ def build_device_labels(board: ReadableSnapshot, host: str) -> dict[str, dict[st
                 (process_owner.pod, process_owner.namespace, process_owner.container, scheduled)
             )
     labels_by_device = {}
-    for uuid, device in board.devices.items():
-        physical_device = board.devices.get(device.parent, device)
+    for uuid, device in host_snapshot.devices.items():
+        physical_device = host_snapshot.devices.get(device.parent, device)
         labels = {
             "gpu": physical_device.index,
             "UUID": physical_device.uuid,
@@ -129,19 +129,19 @@ class FamilyCollector:
 
 
 def render_openmetrics(
-    board: ReadableSnapshot, config: Config, accept: str = ""
+    host_snapshot: ReadableSnapshot, config: Config, accept: str = ""
 ) -> tuple[bytes, str]:
     """Returns the text of all series, and its media type.
 
     Args:
-        board: The snapshot.
+        host_snapshot: The snapshot.
         config: With `dcgm` in `compat`, dcgm-exporter's names are appended.
         accept: The scraper's `Accept` header; without OpenMetrics in it, the text format of
             Prometheus.
     """
-    collected = build_families(board)
+    collected = build_families(host_snapshot)
     if "dcgm" in config.compat:
-        collected += build_dcgm_families(board, config.host_name)
+        collected += build_dcgm_families(host_snapshot, config.host_name)
     registry = FamilyCollector(collected)
     if is_openmetrics_preferred(accept):
         return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST  # type: ignore[no-untyped-call]
@@ -166,13 +166,13 @@ def is_openmetrics_preferred(accept: str) -> bool:
     )
 
 
-def build_families(board: ReadableSnapshot) -> list[Family]:
+def build_families(host_snapshot: ReadableSnapshot) -> list[Family]:
     """Returns a family for each metric that has series, in the order of declaration."""
     values_by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
-    for (name, labels), value, _ in board.values():
+    for (name, labels), value, _ in host_snapshot.values():
         values_by_metric[name][labels] = value  # deduplicates series of several collectors
     histograms: dict[str, list[HistogramReading]] = defaultdict(list)
-    for histogram, _ in board.histograms():
+    for histogram, _ in host_snapshot.histograms():
         histograms[histogram.metric].append(histogram)
     families = []
     for name, metric in METRICS.items():

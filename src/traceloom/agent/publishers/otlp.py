@@ -70,7 +70,7 @@ class OtlpPublisher:
         )
         self._exporter = OTLPMetricExporter(endpoint, headers=otlp.headers, timeout=otlp.timeout)
 
-    def put(self, board: Snapshot) -> None:
+    def put(self, host_snapshot: Snapshot) -> None:
         """Send all of the snapshot; blocks, so it is called in a thread."""
         from opentelemetry.sdk.metrics.export import MetricExportResult
 
@@ -78,7 +78,8 @@ class OtlpPublisher:
             return
         self._log.words = ""
         result = self._exporter.export(
-            build_metrics_data(board, self.config), timeout_millis=1000 * self.config.otlp.timeout
+            build_metrics_data(host_snapshot, self.config),
+            timeout_millis=1000 * self.config.otlp.timeout,
         )
         if result is MetricExportResult.SUCCESS:
             self.trouble = ""
@@ -104,7 +105,7 @@ class _LastMessageHandler(logging.Handler):
         self.words = record.getMessage()
 
 
-def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
+def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
     """Returns the snapshot in the SDK's structures: cumulative sums with their start time, gauges,
     histograms.
 
@@ -117,18 +118,22 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
 
     points_by_name: dict[str, tuple[Metric, list[export.NumberDataPoint]]] = {}
     booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    for series, value, at_ns in board.values():
+    for series, value, at_ns in host_snapshot.values():
         metric = METRICS[series[0]]
         if metric.name == "host_info":  # it is in the resource
             continue
         start_ns = 0  # of a counter: when it started to count
         if metric.kind == "counter" and metric.name.startswith("process_"):
-            process = board.processes.get(series[1][metric.labels.index("process")])
-            start_ns = process.started_ns if process else board.started_ns
+            process = host_snapshot.processes.get(series[1][metric.labels.index("process")])
+            start_ns = process.started_ns if process else host_snapshot.started_ns
         elif metric.kind == "counter":
-            start_ns = board.started_ns if metric.name.startswith(_AGENT_COUNTERS) else booted_ns
+            start_ns = (
+                host_snapshot.started_ns if metric.name.startswith(_AGENT_COUNTERS) else booted_ns
+            )
         name = metric.opentelemetry_name or "traceloom." + metric.name.replace("_", ".")
-        point = export.NumberDataPoint(_build_attributes(series, board), start_ns, at_ns, value)
+        point = export.NumberDataPoint(
+            _build_attributes(series, host_snapshot), start_ns, at_ns, value
+        )
         points_by_name.setdefault(name, (metric, []))[1].append(point)
     cumulative = export.AggregationTemporality.CUMULATIVE
     metrics = [
@@ -143,14 +148,14 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
         for name, (metric, rows) in points_by_name.items()
     ]
     histograms: dict[str, list[export.HistogramDataPoint]] = defaultdict(list)
-    for histogram, at_ns in board.histograms():
-        attributes = _build_attributes((histogram.metric, histogram.labels), board)
+    for histogram, at_ns in host_snapshot.histograms():
+        attributes = _build_attributes((histogram.metric, histogram.labels), host_snapshot)
         cumulated = (0, *histogram.counts, histogram.number)
         counts = [later - earlier for earlier, later in pairwise(cumulated)]
         histograms[histogram.metric].append(
             export.HistogramDataPoint(
                 attributes,
-                board.started_ns,
+                host_snapshot.started_ns,
                 at_ns,
                 histogram.number,
                 histogram.total,
@@ -180,7 +185,7 @@ def build_metrics_data(board: Snapshot, config: Config) -> MetricsData:
     return export.MetricsData([export.ResourceMetrics(Resource(resource), [scope], "")])
 
 
-def _build_attributes(series: SeriesKey, board: Snapshot) -> dict[str, str]:
+def _build_attributes(series: SeriesKey, host_snapshot: Snapshot) -> dict[str, str]:
     metric = METRICS[series[0]]
     labels = {label: value for label, value in zip(metric.labels, series[1], strict=True) if value}
     names = dict(metric.attributes)
@@ -193,7 +198,7 @@ def _build_attributes(series: SeriesKey, board: Snapshot) -> dict[str, str]:
     )
     if kind:
         out["hw.type"] = kind
-    if kind == "gpu" and (device := board.devices.get(labels["device"])):
+    if kind == "gpu" and (device := host_snapshot.devices.get(labels["device"])):
         described = {
             "hw.name": f"{device.model} {device.index}",
             "hw.vendor": device.vendor,

@@ -88,7 +88,7 @@ class TraceService:
         self._changed = asyncio.Condition()
         self._versions: dict[str, int] = {}
         self._disk = ThreadPoolExecutor(1, "requests")
-        self._telling: set[asyncio.Task[None]] = set()
+        self._pending_writes: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Resume the requests of an earlier agent."""
@@ -104,7 +104,7 @@ class TraceService:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*self._pending_writes, return_exceptions=True)
         self._disk.shutdown()
         self.store.close()
 
@@ -217,7 +217,7 @@ class TraceService:
             )
         return self.places.of_request(request.uid, request.id) / name
 
-    def forget_old(self) -> None:
+    def delete_expired(self) -> None:
         """Delete expired requests with their files, and leftovers of processes; in the disk's
         thread.
         """
@@ -671,8 +671,8 @@ class TraceService:
             setattr(target, name, value)
         written = msgspec.structs.replace(target)
         task = asyncio.create_task(self._write(request.id, written))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._pending_writes.add(task)
+        task.add_done_callback(self._pending_writes.discard)
         return task
 
     async def _write(self, request: str, target: TraceTarget) -> None:

@@ -92,7 +92,7 @@ class TriggerEngine:
 
     Args:
         config: The agent's, with the rules.
-        board: Measured values, events and processes.
+        host_snapshot: Measured values, events and processes.
         desk: Takes the requests, and knows running traces and step rates.
         store: Persists charges and counts.
         disk: The thread for that.
@@ -104,7 +104,7 @@ class TriggerEngine:
     def __init__(  # noqa: PLR0917  (the parts of the agent)
         self,
         config: Config,
-        board: Snapshot,
+        host_snapshot: Snapshot,
         desk: TraceService,
         store: TriggerStore,
         disk: Executor,
@@ -119,17 +119,17 @@ class TriggerEngine:
         self.now_ns = now_ns  # at the last tick
         self._config, self._board, self._desk, self._disk, self._audit = (
             config,
-            board,
+            host_snapshot,
             desk,
             disk,
             audit,
         )
         self._values = SeriesValues(
-            board,
+            host_snapshot,
             [match_rule_series(rule) for rule in config.triggers if isinstance(rule, MetricRule)],
         )
         self._more = watches or {}
-        self._index = ProcessIndex(board)
+        self._index = ProcessIndex(host_snapshot)
         self.watches: dict[str, Watch | None] = {
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }

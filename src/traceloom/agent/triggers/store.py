@@ -45,7 +45,7 @@ class ProcessIndex:
     """The snapshot's processes by job, device and cgroup, to find those that a rule is about.
 
     Args:
-        board: Its processes are replaced as a whole at each scan.
+        host_snapshot: Its processes are replaced as a whole at each scan.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:

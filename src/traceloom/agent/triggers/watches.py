@@ -96,12 +96,12 @@ class SeriesValues:
     """The last delivered values; counters as rates per second since the previous delivery.
 
     Args:
-        board: Their source.
-        wanted: The series of all rules.
+        host_snapshot: Their source.
+        watched: The series of all rules.
     """
 
-    def __init__(self, board: Snapshot, watched: Iterable[MatchingSeries]) -> None:
-        self._board = board
+    def __init__(self, host_snapshot: Snapshot, watched: Iterable[MatchingSeries]) -> None:
+        self._board = host_snapshot
         self._columns: dict[str, set[int]] = {}
         self._filed = {matching.key for matching in watched}
         for metric, column, _ in self._filed:
@@ -315,12 +315,12 @@ class OomKillWatch:
     """Returns each kill once; it is about the remaining processes of the job.
 
     Args:
-        board: Has the kills.
+        host_snapshot: Has the kills.
     """
 
-    def __init__(self, board: Snapshot) -> None:
-        self._board = board
-        self._last = board.oom_kills[-1] if board.oom_kills else None
+    def __init__(self, host_snapshot: Snapshot) -> None:
+        self._board = host_snapshot
+        self._last = host_snapshot.oom_kills[-1] if host_snapshot.oom_kills else None
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the kills since the last call."""
@@ -350,12 +350,12 @@ class XidWatch:
 
     Args:
         rule: Selects the errors.
-        board: Has the events of devices.
+        host_snapshot: Has the events of devices.
     """
 
-    def __init__(self, rule: XidRule, board: Snapshot) -> None:
-        self._rule, self._board = rule, board
-        self._last = board.events[-1] if board.events else None
+    def __init__(self, rule: XidRule, host_snapshot: Snapshot) -> None:
+        self._rule, self._board = rule, host_snapshot
+        self._last = host_snapshot.events[-1] if host_snapshot.events else None
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the errors since the last call."""
@@ -385,7 +385,7 @@ def _select_new_events(events: Sequence[Event], last: Event | None) -> Sequence[
     return events
 
 
-class HangRuleWatch:
+class HangWatch:
     """Returns each hang once it is confirmed.
 
     Args:
@@ -476,7 +476,7 @@ class StepRegressionWatch:
     ) -> None:
         self._rule, self._is_traced, self._exists = rule, is_traced, exists
         self._past: dict[str, _StepHistory] = {}
-        steps.listeners.append(self._hear)
+        steps.listeners.append(self._on_steps)
 
     def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the processes that are slower than before."""
@@ -503,7 +503,7 @@ class StepRegressionWatch:
             else "no steps of any process are known yet: they are reported, or counted by probes"
         )
 
-    def _hear(self, process: str, durations: Sequence[tuple[float, int]]) -> None:
+    def _on_steps(self, process: str, durations: Sequence[tuple[float, int]]) -> None:
         if self._is_traced(process):
             return
         past = self._past.get(process)

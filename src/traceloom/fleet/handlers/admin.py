@@ -423,7 +423,7 @@ async def _add_webhook(context: FleetRequestContext) -> NewWebhookAnswer:
     return NewWebhookAnswer(name=body.name, secret=secret)
 
 
-def _build_no_such_webhook(name: str) -> HttpError:
+def _webhook_not_found(name: str) -> HttpError:
     return HttpError(
         404,
         f"there is no webhook `{name}`",
@@ -435,7 +435,7 @@ def _build_no_such_webhook(name: str) -> HttpError:
 async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookAnswer:
     name = context.request.path_params["name"]
     if not await asyncio.to_thread(context.service.state.remove_webhook, name):
-        raise _build_no_such_webhook(name)
+        raise _webhook_not_found(name)
     await context.note(webhook=name)
     return RemovedWebhookAnswer(name=name)
 
@@ -452,7 +452,7 @@ async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
     )
     secret = await asyncio.to_thread(state.webhook_secret, name)
     if secret is None:
-        raise _build_no_such_webhook(name)
+        raise _webhook_not_found(name)
     now_ns = time.time_ns()
     event = build_fleet_event("test", "test", secrets.token_hex(8), {"webhook": name}, now_ns)
     delivery = Delivery(

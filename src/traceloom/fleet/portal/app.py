@@ -153,7 +153,7 @@ class SessionAuthentication:
 
     def _of_session(self, secret: str) -> TokenRecord | None:
         sha256 = self.state.session(secret)
-        return None if sha256 is None else self.state.token_of(sha256)
+        return None if sha256 is None else self.state.find_token_by_hash(sha256)
 
     def _of_user(self, user: str) -> TokenRecord:
         assert self.proxy is not None

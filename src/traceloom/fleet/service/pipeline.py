@@ -98,7 +98,7 @@ class CapturePipeline:
     ) -> None:
         self.state, self.objects, self.engine = state, objects, engine
         self._writer = writer or TableWriter(state, objects, tables)
-        self._minutes_s = 0.0  # monotonic time at which usage minutes and jobs are due
+        self._next_usage_commit_s = 0.0  # monotonic time at which usage minutes and jobs are due
         self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
         self.term = ""  # under which this service leads: a new name each time it becomes leader
@@ -172,7 +172,7 @@ class CapturePipeline:
             OutputError: The state does not respond.
         """
         until = time.monotonic() + self.lease_s
-        if self.term and not self.state.keep_leading(LEADER, self.term, self.lease_s):
+        if self.term and not self.state.renew_lease(LEADER, self.term, self.lease_s):
             self.term = ""
         if not self.term:
             term = secrets.token_hex(8)
@@ -211,7 +211,8 @@ class CapturePipeline:
         if self.objects.size(name) is None:
             title = f"{capture.job} · {capture.id}" if capture.job else capture.id
             self.objects.put(
-                name, self.engine.submit(self._work_on(capture, task, name=title)).result()
+                name,
+                self.engine.submit(self._build_engine_task(capture, task, name=title)).result(),
             )
         return name
 
@@ -226,7 +227,7 @@ class CapturePipeline:
         pair_hash = hashlib.sha256(f"{base.id} {new.id}".encode()).hexdigest()[:32]
         name = f"reports/{new.day}/{pair_hash}.{__version__}.html"
         if self.objects.size(name) is None:
-            files = (*self._files_of(base, BASE), *self._files_of(new, NEW))
+            files = (*self._list_task_files(base, BASE), *self._list_task_files(new, NEW))
             names: dict[str, str | int] = {
                 "base_name": base.job or base.id,
                 "new_name": new.job or new.id,
@@ -237,10 +238,10 @@ class CapturePipeline:
 
     def _through(self, task: TaskRecord, capture: CaptureRecord) -> None:
         if task.state == "received":
-            self._done(task, self._work_on(capture, "check"))
+            self._done(task, self._build_engine_task(capture, "check"))
             if not self.state.advance(task.id, self.holder, "checked"):
                 return  # another service has it
-        work = self._work_on(
+        work = self._build_engine_task(
             capture, "analyse", capture=capture.id, job=capture.job, received_ns=capture.received_ns
         )
         content = self._done(task, work)
@@ -261,13 +262,13 @@ class CapturePipeline:
             self.state.renew(task.id, self.holder, self.lease_s)
         return future.result()
 
-    def _work_on(
+    def _build_engine_task(
         self, record: CaptureRecord, task: TaskName, /, **arguments: str | int
     ) -> EngineTask:
         """Returns an engine task on all files of a capture, wherever they are stored."""
-        return EngineTask(task, tuple(self._files_of(record)), arguments, self.task_s)
+        return EngineTask(task, tuple(self._list_task_files(record)), arguments, self.task_s)
 
-    def _files_of(self, capture: CaptureRecord, directory: str = "") -> Iterator[TaskFile]:
+    def _list_task_files(self, capture: CaptureRecord, directory: str = "") -> Iterator[TaskFile]:
         for file in capture.files:
             address = self.objects.readable_at(
                 f"{get_capture_directory(capture)}/{file.name}", ADDRESS_LIFETIME_S
@@ -297,12 +298,12 @@ class CapturePipeline:
             self._full.clear()
             self._waiting = 0
             try:
-                minutes, max_count = time.monotonic() >= self._minutes_s, 0
+                minutes, max_count = time.monotonic() >= self._next_usage_commit_s, 0
                 with self._writing:
                     while (
                         self.leads
                         and not self._stop.is_set()
-                        and self.state.rows_wait(minutes=minutes)
+                        and self.state.has_rows_to_commit(minutes=minutes)
                     ):
                         count = self.commit(minutes=minutes)
                         if not count:
@@ -311,7 +312,7 @@ class CapturePipeline:
                     self._writer.rest()
                 if minutes and self.leads:
                     rounds = _ROUNDS_WHEN_MANY if max_count > _MANY else _ROUNDS
-                    self._minutes_s = time.monotonic() + rounds * self.commit_s
+                    self._next_usage_commit_s = time.monotonic() + rounds * self.commit_s
                 if self.leads and not self._stop.is_set():
                     self.compact(nightly=True)
             except TraceloomError as error:

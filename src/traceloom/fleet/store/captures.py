@@ -331,7 +331,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
 
     # batches
 
-    def rows_wait(self, *, minutes: bool) -> bool:
+    def has_rows_to_commit(self, *, minutes: bool) -> bool:
         """Returns whether captures wait to be put into the tables, or (with `minutes`) usage
         minutes or job facts.
         """
@@ -429,7 +429,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 )
             )
 
-    def keep_leading(self, name: str, holder: str, lease_s: float) -> bool:
+    def renew_lease(self, name: str, holder: str, lease_s: float) -> bool:
         """Extends a lease, even an expired one that nobody else took; returns False if another
         holder has led since.
         """
@@ -485,9 +485,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
 
     def token(self, secret: str) -> TokenRecord | None:
         """Returns the token with this secret; None if it is unknown, expired or revoked."""
-        return self.token_of(hash_secret(secret))
+        return self.find_token_by_hash(hash_secret(secret))
 
-    def token_of(self, sha256: str) -> TokenRecord | None:
+    def find_token_by_hash(self, sha256: str) -> TokenRecord | None:
         """Returns the token with this SHA-256 of its secret, as `token` does."""
         with self._transaction() as connection:
             rows = self._rows(

@@ -69,7 +69,7 @@ def encode_names(names: pl.Series) -> pl.DataFrame:
     )
 
 
-def append_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
+def encode_slices_with_arrows(slices: pl.DataFrame, arrows: pl.DataFrame) -> str:
     """Returns the slices, each followed by its arrows, so that Perfetto binds them to it.
 
     Args:
@@ -489,7 +489,7 @@ def _encode_slices(
             pl.lit("}}"),
         ),
     )
-    return append_arrows(rows, arrows)
+    return encode_slices_with_arrows(rows, arrows)
 
 
 def _join_rows(frame: pl.DataFrame, rows: pl.Expr) -> str:
@@ -632,7 +632,7 @@ def _encode_graph_slices(
                 pl.lit("}}"),
             ),
         )
-        yield append_arrows(rows, arrows)
+        yield encode_slices_with_arrows(rows, arrows)
 
 
 def write_simulation(answer: Simulation, handle: BinaryIO) -> None:

@@ -13,7 +13,7 @@ from traceloom import analyze
 from traceloom.analyze.bandwidth import set_peak
 from traceloom.analyze.collectives import CALL_SCHEMA, KEYS, WhereType
 from traceloom.analyze.groups import ALL_TO_ALL_SCHEMA, GROUP_SCHEMA, MATRIX_SCHEMA
-from traceloom.analyze.rank_summary import RankPart
+from traceloom.analyze.rank_summary import RankSummary
 from traceloom.report.document import Col, ListSchema, Table, UnknownValues
 from traceloom.report.figure import draw_heat_map
 from traceloom.report.sections.ranks import NO_CALLS_REASON, RanksSection, merge_rank_calls
@@ -147,7 +147,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
     unknown = {"": NO_CALLS_REASON}
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> CollectivesValue:
         calls = merge_rank_calls(measurements.results)
         if measurements.options.link_peak is not None:
@@ -381,7 +381,7 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
     reasons = _GROUPS.reasons("groups")
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> list[GroupsRow]:
         declared = pl.concat([part.groups for part in measurements.results])
         groups = analyze.groups(
@@ -464,7 +464,7 @@ class RankMatrixSection(RanksSection["RankMatrixValue"]):
     others = {"omitted_cell_count": {"type": "integer"}}
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> RankMatrixValue:
         calls = merge_rank_calls(measurements.results)
         cells = analyze.matrix(calls)

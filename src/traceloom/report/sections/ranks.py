@@ -27,7 +27,7 @@ from traceloom.analyze.lateness import (
     REASON_SCHEMA,
 )
 from traceloom.analyze.matched_collectives import CLOCK_SCHEMA
-from traceloom.analyze.rank_summary import LOAD_MEASURES, RankPart
+from traceloom.analyze.rank_summary import LOAD_MEASURES, RankSummary
 from traceloom.report.document import (
     Cells,
     Col,
@@ -51,14 +51,14 @@ ONE_RANK_REASON = "only one rank is at hand; give the traces of several ranks of
 NO_CALLS_REASON = "no communication was recorded"
 
 
-class RanksSection(Section[RankPart, Value]):
+class RanksSection(Section[RankSummary, Value]):
     """A section about communication or several ranks; all of them share one measurement."""
 
-    def measure(self, trace: Trace, options: ReportOptions) -> RankPart:
-        return analyze.rank_part(trace)
+    def measure(self, trace: Trace, options: ReportOptions) -> RankSummary:
+        return analyze.summarize_rank(trace)
 
 
-def merge_rank_calls(parts: Sequence[RankPart]) -> pl.DataFrame:
+def merge_rank_calls(parts: Sequence[RankSummary]) -> pl.DataFrame:
     """Returns the communication of all ranks, with links as reported by their hosts."""
     calls = pl.concat([part.calls for part in parts])
     hosts = {
@@ -151,7 +151,7 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     }
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> AcrossRanksValue | None:
         if len(measurements.results) < 2:
             unknowns.say("across_ranks")
@@ -377,7 +377,7 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
     }
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> ImbalanceValue | None:
         if len(measurements.results) < 2:
             unknowns.say("imbalance")
@@ -469,7 +469,9 @@ class PipelineSection(RanksSection["PipelineValue"]):
         ),
     }
 
-    def build(self, measurements: Measurements[RankPart], unknowns: UnknownValues) -> PipelineValue:
+    def build(
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
+    ) -> PipelineValue:
         if len(measurements.results) < 2:
             return self.lists(
                 {"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, unknowns

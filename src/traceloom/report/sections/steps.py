@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from traceloom import analyze
 from traceloom.analyze.across_ranks import DIFFERENCE_SCHEMA, MIN_STEPS, SLOW_STEP_SCHEMA
 from traceloom.analyze.kernels import KERNELS, OPERATORS_PER_STEP, WorkPerStep, work_per_step
-from traceloom.analyze.rank_summary import RankPart
+from traceloom.analyze.rank_summary import RankSummary
 from traceloom.report.document import (
     Bar,
     Cells,
@@ -309,7 +309,7 @@ class SlowStepsSection(RanksSection["SlowStepsValue"]):
     }
 
     def build(
-        self, measurements: Measurements[RankPart], unknowns: UnknownValues
+        self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> SlowStepsValue:
         slow_steps = analyze.slow_steps(list(measurements.results))
         return self.lists(

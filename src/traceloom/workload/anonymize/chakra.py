@@ -18,7 +18,7 @@ from traceloom.trace.trace import GROUP_LIST
 from traceloom.workload.anonymize.collapse import FUSED, Chains, find_chains
 from traceloom.workload.anonymize.inputs import open_output
 from traceloom.workload.anonymize.kineto import Rules
-from traceloom.workload.anonymize.leak_report import HiddenShapes
+from traceloom.workload.anonymize.leak_report import InputShapes
 from traceloom.workload.anonymize.metadata import check_rank_list
 from traceloom.workload.anonymize.names import FAMILIES
 from traceloom.workload.anonymize.policy import (
@@ -139,7 +139,7 @@ class ChakraRewriter:
     """
 
     def __init__(
-        self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes, origin_us: int
+        self, path: Path, rules: Rules, account: RewriteStats, hidden: InputShapes, origin_us: int
     ) -> None:
         self._path = path
         self._rules = rules

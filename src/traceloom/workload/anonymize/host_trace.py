@@ -19,7 +19,7 @@ from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.trace.trace import GROUP_LIST
 from traceloom.workload.anonymize.inputs import open_output
 from traceloom.workload.anonymize.kineto import Rules
-from traceloom.workload.anonymize.leak_report import HiddenShapes
+from traceloom.workload.anonymize.leak_report import InputShapes
 from traceloom.workload.anonymize.names import COMMUNICATION
 from traceloom.workload.anonymize.policy import (
     CALLS,
@@ -60,7 +60,7 @@ class HostRewriter:
     """Rewrites one host trace; nodes are written as in schema 1.0.2 and later."""
 
     def __init__(
-        self, path: Path, rules: Rules, account: RewriteStats, hidden: HiddenShapes
+        self, path: Path, rules: Rules, account: RewriteStats, hidden: InputShapes
     ) -> None:
         self._path = path
         self._rules = rules

@@ -53,7 +53,7 @@ _SPOKEN_WORDS = read_sections()["spoken"]
 
 
 @dataclass(slots=True)
-class HiddenShapes:
+class InputShapes:
     """The distinct shapes of the input, to check what reveals them.
 
     Attributes:
@@ -124,7 +124,7 @@ class HiddenShapes:
 
 
 def build_leak_report(
-    account: RewriteStats, names: Pseudonyms, shapes: Shapes, hidden: HiddenShapes, policy: Policy
+    account: RewriteStats, names: Pseudonyms, shapes: Shapes, hidden: InputShapes, policy: Policy
 ) -> dict[str, Any]:
     """Returns all texts in the output by class, and the shapes that it reveals in other ways."""
     classes: dict[str, list[str]] = {PSEUDONYM: [], PUBLIC: [], FORMAT: [], OTHER: []}

@@ -19,7 +19,7 @@ from traceloom.workload.anonymize.collapse import merge_host_work
 from traceloom.workload.anonymize.host_trace import HostRewriter
 from traceloom.workload.anonymize.inputs import ENDINGS, InputFile, InputFiles, Staging
 from traceloom.workload.anonymize.kineto import Rules, TraceFacts, write_kineto
-from traceloom.workload.anonymize.leak_report import HiddenShapes, build_leak_report
+from traceloom.workload.anonymize.leak_report import InputShapes, build_leak_report
 from traceloom.workload.anonymize.metadata import CaptureRewriter
 from traceloom.workload.anonymize.names import KernelNames, Pseudonyms
 from traceloom.workload.anonymize.policy import (
@@ -92,7 +92,7 @@ class _AnonymizeRun:
         names = Pseudonyms(key, policy)
         self.rules = Rules(policy, names, Shapes(policy), KernelNames(names, policy))
         self.account = RewriteStats()
-        self.hidden = HiddenShapes()
+        self.hidden = InputShapes()
         self.files: list[dict[str, Any]] = []
         self.utility: list[dict[str, Any]] = []
         self.refused: list[InputError] = []

@@ -28,7 +28,7 @@ from traceloom.workload.anonymize.collapse import get_number
 from traceloom.workload.anonymize.host_trace import HostRewriter
 from traceloom.workload.anonymize.inputs import InputFile
 from traceloom.workload.anonymize.kineto import Rules
-from traceloom.workload.anonymize.leak_report import HiddenShapes
+from traceloom.workload.anonymize.leak_report import InputShapes
 from traceloom.workload.anonymize.policy import RewriteStats
 from traceloom.workload.anonymize.sizes import find_prime_factors
 
@@ -420,7 +420,7 @@ def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> Re
     for host in hosts:
         target = directory / host.name
         target.parent.mkdir(parents=True, exist_ok=True)
-        HostRewriter(host.path, rules, RewriteStats(), HiddenShapes()).write(target)
+        HostRewriter(host.path, rules, RewriteStats(), InputShapes()).write(target)
         targets.append(target)
     return make_plan(*targets, cache=False)
 

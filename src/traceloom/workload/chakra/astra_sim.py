@@ -28,7 +28,7 @@ from traceloom.formats.chakra.nodes import (
     build_metadata,
     write_simulator_nodes,
 )
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, Stage
 from traceloom.system import units as text
 from traceloom.trace.array_types import Bools, Ints
@@ -114,7 +114,7 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .alias("comm_size"),
         (is_joined & (pl.col("size").n_unique().over("instance") > 1)).alias("uneven"),
     )
-    pair = pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE])
+    pair = pl.col("node_kind").is_in([graph_schema.SEND, graph_schema.RECEIVE])
     barrier = pl.col("kind") == "barrier"
     lone_reason = (
         pl.when(pair & pl.col("peer_number").is_null())
@@ -172,7 +172,7 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         "start_ns",
         (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
     )
-    meeting = nodes.filter(pl.col("node_kind") == gs.RENDEZVOUS).select(
+    meeting = nodes.filter(pl.col("node_kind") == graph_schema.RENDEZVOUS).select(
         meeting="node", met="start_ns"
     )
     rendezvous_edges = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
@@ -203,7 +203,7 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         .then(out * ranks)
     )
     from_out = scaled.otherwise(out)
-    put_in = pl.when(pl.col("node_kind") == gs.RECEIVE).then(None).otherwise("in_bytes")
+    put_in = pl.when(pl.col("node_kind") == graph_schema.RECEIVE).then(None).otherwise("in_bytes")
     size = pl.coalesce(
         pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes"
     )
@@ -238,7 +238,8 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     of collectives are left unjoined.
     """
     collective = rows.filter(
-        ~pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]) & pl.col("kind").is_not_null()
+        ~pl.col("node_kind").is_in([graph_schema.SEND, graph_schema.RECEIVE])
+        & pl.col("kind").is_not_null()
     )
     if rows["instance"].count() or collective["rank"].n_unique() < 2:
         return rows, 0
@@ -269,7 +270,10 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
 
 
 def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFrame:
-    send, receive = pl.col("node_kind") == gs.SEND, pl.col("node_kind") == gs.RECEIVE
+    send, receive = (
+        pl.col("node_kind") == graph_schema.SEND,
+        pl.col("node_kind") == graph_schema.RECEIVE,
+    )
     is_mapped = pl.col("why").is_null()
     names = pl.DataFrame(
         {"members": list(groups), "pg_name": list(groups.values())},

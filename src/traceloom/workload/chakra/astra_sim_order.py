@@ -24,12 +24,18 @@ import polars as pl
 
 from traceloom.errors import InvariantError
 from traceloom.formats.chakra.et_pb2 import NodeType
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, sort_topologically
 from traceloom.trace.array_types import Bools, Ints
 
-HOST_KINDS = (gs.HOST, gs.THINK, gs.WAIT, gs.LAUNCH, gs.BLOCK)
-_LANELESS_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+HOST_KINDS = (
+    graph_schema.HOST,
+    graph_schema.THINK,
+    graph_schema.WAIT,
+    graph_schema.LAUNCH,
+    graph_schema.BLOCK,
+)
+_LANELESS_KINDS = (graph_schema.ORIGIN, graph_schema.RENDEZVOUS, graph_schema.ARRIVAL)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def build_units(graph: Graph) -> Units:
     is_unit_start[:1] = True
     is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
     is_unit_start |= (
-        nodes["kind"] == gs.WAIT
+        nodes["kind"] == graph_schema.WAIT
     ).to_numpy()  # in units of their own, so that the work of a unit is at the time of the unit
     # Only edges from an end to the start of the next node on the lane are inside a unit.
     inner = from_end & ~to_end & (target == source + 1)
@@ -96,7 +102,7 @@ def build_units(graph: Graph) -> Units:
     is_unit_start[last_nodes[last_nodes + 1 < len(is_unit_start)] + 1] = True
     unit = np.cumsum(is_unit_start) - 1
     on_host = pl.col("kind").is_in(HOST_KINDS)
-    waits = pl.col("kind") == gs.WAIT
+    waits = pl.col("kind") == graph_schema.WAIT
     # A waiting thread does no work itself; GPU work keeps its duration.
     work = (
         pl.when(waits)

@@ -225,7 +225,7 @@ def generate_collectives(options: CollectiveOptions) -> Generated:
     """
     programs = [RankProgram(rank) for rank in range(options.ranks)]
     one_node = options.algorithm == "one-node"
-    kinds = () if one_node else collective_algorithms.KINDS_OF[options.algorithm]
+    kinds = () if one_node else collective_algorithms.KINDS_BY_ALGORITHM[options.algorithm]
     if not one_node and options.collective not in kinds:
         raise UsageError(
             f"there is no {options.algorithm} algorithm for {options.collective}",

@@ -38,7 +38,7 @@ from traceloom.graph.graph import (
     Graph,
     Stage,
 )
-from traceloom.system.text import clean_json
+from traceloom.system.text import replace_json_surrogates
 from traceloom.trace.notice import Notice
 
 SCHEMA = "traceloom-graph"
@@ -241,7 +241,7 @@ class Header:
             self.edge_kinds = msgspec.convert(values["edge_kinds"], list[str])
             self.evidence_kinds = msgspec.convert(values["evidence_kinds"], list[str])
             self.notices = msgspec.convert(
-                clean_json(json.loads(values["notices"]))[0], tuple[Notice, ...]
+                replace_json_surrogates(json.loads(values["notices"]))[0], tuple[Notice, ...]
             )
             self.frames = {name: _decode_rows(values[name], name, "row") for name in _RANK_FRAMES}
             self.frames["delays"] = _decode_rows(values["delays"], "delays")

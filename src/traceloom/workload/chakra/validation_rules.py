@@ -342,7 +342,7 @@ _COMMUNICATION = (
         ERROR,
     ),
 )
-_BETWEEN = (
+_ZERO_LENGTH_KINDS = (
     ValidationRule(
         "collective-count",
         "the ranks of a group issue different numbers of collectives, so that some wait for ever",
@@ -448,5 +448,5 @@ _ASTRA_SIM = (
 
 RULES: dict[str, ValidationRule] = {
     rule.name: rule
-    for rule in (*_FILE, *_NODES, *_DEPENDENCIES, *_COMMUNICATION, *_BETWEEN, *_ASTRA_SIM)
+    for rule in (*_FILE, *_NODES, *_DEPENDENCIES, *_COMMUNICATION, *_ZERO_LENGTH_KINDS, *_ASTRA_SIM)
 }

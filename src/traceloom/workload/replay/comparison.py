@@ -20,7 +20,7 @@ from traceloom.changes.whatif import changed_graph
 from traceloom.errors import broken
 from traceloom.formats import load
 from traceloom.graph import ABSENT
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
@@ -32,7 +32,7 @@ from traceloom.workload.replay.plan import (
     ITEM_BYTES,
     WAIT,
     RankPlan,
-    RankReplayed,
+    RankReplayResult,
     Replayed,
     ReplayPlan,
     is_plan,
@@ -99,7 +99,7 @@ def simulate_steps(
     files = [Path(os.fspath(path)) for path in paths]
     absent = ""
     if any(
-        path.is_file() and (path.suffix == ENDING or is_plan(path) or gs.is_graph(path))
+        path.is_file() and (path.suffix == ENDING or is_plan(path) or graph_schema.is_graph(path))
         for path in files
     ):
         absent = "a plan or a graph does not hold the traces of the steps; name the run"
@@ -162,7 +162,10 @@ def remove_host_gaps(graph: Graph, plan: ReplayPlan) -> Graph:
     is_outside_ops = pl.col("op").is_null() | is_wrapper.fill_null(value=False)
     kind = pl.col("kind").cast(pl.String)
     gaps = (
-        graph.nodes.select((kind == gs.THINK) | (kind.is_in([gs.HOST, gs.BLOCK]) & is_outside_ops))
+        graph.nodes.select(
+            (kind == graph_schema.THINK)
+            | (kind.is_in([graph_schema.HOST, graph_schema.BLOCK]) & is_outside_ops)
+        )
         .to_series()
         .to_numpy()
     )
@@ -364,14 +367,14 @@ def compare_replay(
         .sort(-pl.col("bytes"), "content", "evidence", nulls_last=True)
         for rank_plan, _ in pairs
     ]
-    beside_simulated = SIMULATED.to_frame()
+    simulated_table = SIMULATED.to_frame()
     if simulated:
         rows = simulated.ranks.join(
             totals.select("rank", "replayed_ns"), on="rank", maintain_order="left"
         )
         difference = (pl.col("simulated_ns") - pl.col("replayed_ns")) / pl.col("replayed_ns")
         has_replayed = pl.when(pl.col("replayed_ns") > 0)
-        beside_simulated = cast_to_schema(
+        simulated_table = cast_to_schema(
             rows.with_columns(has_replayed.then(difference).alias("difference")), SIMULATED
         )
     comparison = ReplayComparison(
@@ -402,7 +405,7 @@ def compare_replay(
             *(simulated.notices if simulated else ()),
         ),
         machine=simulated.machine if simulated else None,
-        simulated=beside_simulated,
+        simulated=simulated_table,
         not_simulated=(simulated.absent or None) if simulated else None,
     )
     comparison.check()
@@ -425,7 +428,7 @@ def _compute_median_ns(column: str) -> pl.Expr:
     return pl.col(column).list.median().round().cast(pl.Int64)
 
 
-def _compare_ops(plan: RankPlan, replayed: RankReplayed) -> pl.DataFrame:
+def _compare_ops(plan: RankPlan, replayed: RankReplayResult) -> pl.DataFrame:
     """Returns all recorded ops of a rank, including those left out: columns of `EACH`, outcome,
     reason, text.
     """
@@ -529,7 +532,7 @@ def _compare_by_name(compared_ops: pl.DataFrame) -> pl.DataFrame:
 
 
 def _compare_totals(
-    plan: RankPlan, replayed: RankReplayed, compared_ops: pl.DataFrame
+    plan: RankPlan, replayed: RankReplayResult, compared_ops: pl.DataFrame
 ) -> pl.DataFrame:
     """Returns one row; a plan of several steps is compared with as many recorded ones."""
     steps = max(plan.ops["step"].drop_nulls().n_unique(), 1)
@@ -570,7 +573,7 @@ _PASSES = {"wall": pl.Int64, "cpu": pl.Int64}
 
 
 def _compare_collectives(
-    plan: RankPlan, replayed: RankReplayed, groups: pl.DataFrame
+    plan: RankPlan, replayed: RankReplayResult, groups: pl.DataFrame
 ) -> pl.DataFrame:
     """Compares collectives, each together with the waits for it."""
     item_bytes = plan.tensors["dtype"].replace_strict(ITEM_BYTES, return_dtype=pl.Int64)

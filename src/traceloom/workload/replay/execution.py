@@ -163,14 +163,14 @@ def create_tensors(
     """Stands in for an op: returns tensors of its recorded outputs after its recorded time."""
     end = time.perf_counter_ns() + time_ns
     tensors = [geometry.new(device) if geometry else None for geometry in geometries]
-    hold_until(end)
+    wait_until(end)
     return tensors
 
 
 _SLEEPS_LATE_NS = 200_000
 
 
-def hold_until(end_ns: int) -> None:
+def wait_until(end_ns: int) -> None:
     """Waits until a time of `time.perf_counter_ns`; spins at the end, because sleep wakes late."""
     remaining_ns = end_ns - time.perf_counter_ns()
     if remaining_ns > 2 * _SLEEPS_LATE_NS:
@@ -324,7 +324,7 @@ class Program:
         """Runs one pass with nothing but the calls."""
         self._on_all_lanes(_run_calls)
 
-    def run_within(self, within: Callable[..., Any]) -> None:
+    def run_wrapped(self, within: Callable[..., Any]) -> None:
         """Runs one pass in which `within(op, function, *arguments)` makes each call."""
 
         def run(registers: Registers, calls: Sequence[_Call]) -> None:

@@ -162,12 +162,12 @@ def collective(
     buffer = torch.zeros(part * len(members), device=device)
     calls: dict[str, Callable[[], object]] = {}
     if kind in {"all_gather", "reduce_scatter"}:
-        rank_part = torch.zeros(part, device=device)
+        summarize_rank = torch.zeros(part, device=device)
         # the newer names do not emit warnings
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        calls["all_gather"] = lambda: gather(buffer, rank_part, group=group)
-        calls["reduce_scatter"] = lambda: scatter(rank_part, buffer, group=group)
+        calls["all_gather"] = lambda: gather(buffer, summarize_rank, group=group)
+        calls["reduce_scatter"] = lambda: scatter(summarize_rank, buffer, group=group)
     elif kind == "all_to_all":
         received = torch.empty_like(buffer)
         calls["all_to_all"] = lambda: dist.all_to_all_single(received, buffer, group=group)

@@ -320,13 +320,13 @@ class RankPlan:
         )
         if ((op < first[storage]) | (op > last[storage])).any():
             raise broken("plan", "a storage is used outside its life")
-        first_made = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
-        np.minimum.at(first_made, tensor[is_output], op[is_output])
+        first_output_op = np.full(self.tensors.height, self.ops.height, dtype=op.dtype)
+        np.minimum.at(first_output_op, tensor[is_output], op[is_output])
         read = ~is_output & ~external[storage]
-        if (first_made[tensor[read]] >= op[read]).any():
+        if (first_output_op[tensor[read]] >= op[read]).any():
             raise broken("plan", "a tensor is used that nothing has made")
 
-    def with_lives(self) -> RankPlan:
+    def with_computed_lifetimes(self) -> RankPlan:
         """Returns the plan with each storage living from the first op that uses it to the last;
         unused ones have no lifetime.
         """
@@ -524,7 +524,7 @@ _FRAMES = {"ops": OPS, "failures": FAILURES, "replaced": REPLACED, "stand_ins": 
 
 
 @dataclass(frozen=True)
-class RankReplayed(Result):
+class RankReplayResult(Result):
     """The results of one rank.
 
     Attributes:
@@ -564,20 +564,20 @@ class RankReplayed(Result):
         }
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> RankReplayed:
+    def from_dict(values: Mapping[str, Any]) -> RankReplayResult:
         """Restores the result of `to_dict`."""
         frames = {
             name: pl.DataFrame(values[name], schema=columns) for name, columns in _FRAMES.items()
         }
         other_fields = {
             field.name: values[field.name]
-            for field in fields(RankReplayed)
+            for field in fields(RankReplayResult)
             if field.name not in _FRAMES
         }
         other_fields |= {
             name: tuple(other_fields[name]) for name in ("iteration_ns", "iteration_cpu_ns")
         }
-        return RankReplayed(
+        return RankReplayResult(
             **{
                 **other_fields,
                 **frames,
@@ -607,6 +607,6 @@ class Replayed(Result):
     pace: str
     seed: int
     environment: dict[str, Any]
-    ranks: dict[int, RankReplayed]
+    ranks: dict[int, RankReplayResult]
     missing: tuple[int, ...] = ()
     notices: tuple[Notice, ...] = ()

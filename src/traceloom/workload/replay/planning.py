@@ -826,7 +826,7 @@ class _RankPlanner:
             left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
             steps=measured.steps.select(rank_column, pl.all()),
             holes=measured.holes.select(rank_column, pl.all()),
-        ).with_lives()
+        ).with_computed_lifetimes()
         plan, refused = settle_contents(plan, self._seen)
         self._unfit_dumps += refused
         plan.check()

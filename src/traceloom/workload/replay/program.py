@@ -24,8 +24,8 @@ from traceloom.workload.replay.execution import (
     Program,
     ThreadHandOff,
     create_tensors,
-    hold_until,
     make_picker,
+    wait_until,
 )
 from traceloom.workload.replay.kernels import KernelLoader
 from traceloom.workload.replay.plan import COLLECTIVE, STAND_INS, VIEW, WAIT, RankPlan
@@ -128,7 +128,7 @@ class _GapTimer:
         of `thread`.
         """
         now = self._last_end_ns[ended_thread] = time.perf_counter_ns()
-        hold_until(self._last_end_ns.get(thread, now) + gap_ns)
+        wait_until(self._last_end_ns.get(thread, now) + gap_ns)
 
 
 @dataclass

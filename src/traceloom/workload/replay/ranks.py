@@ -35,7 +35,7 @@ from traceloom.system import units
 from traceloom.system.processes import WorkerProcess, create_shared_directory
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay.communication import BACKENDS, RunningGroups, check_agreement
-from traceloom.workload.replay.plan import RankReplayed, Replayed, ReplayPlan
+from traceloom.workload.replay.plan import RankReplayResult, Replayed, ReplayPlan
 from traceloom.workload.replay.running import RunOptions
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _merge_results(
     plan: ReplayPlan, options: RunOptions, ranks: Sequence[int], answers: Sequence[dict[str, Any]]
 ) -> Replayed:
     result_by_rank = {
-        rank: RankReplayed.from_dict(answer["rank"])
+        rank: RankReplayResult.from_dict(answer["rank"])
         for rank, answer in zip(ranks, answers, strict=True)
     }
     missing = tuple(rank for rank in range(plan.world_size) if rank not in ranks)

@@ -102,7 +102,7 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
             if moved.len()
             else rank_plan.collectives
         )
-        ranks[rank] = replace(rank_plan, ops=ops, collectives=collectives).with_lives()
+        ranks[rank] = replace(rank_plan, ops=ops, collectives=collectives).with_computed_lifetimes()
         ranks[rank].check()
     if all(ranks[rank].ops.height == plan.ranks[rank].ops.height for rank in ranks) and times > 1:
         raise UsageError(f"no op is in a scope `{scope}`", slug="no-such-scope")

@@ -29,7 +29,7 @@ from traceloom.workload.replay import binding
 from traceloom.workload.replay.contents import generate_content
 from traceloom.workload.replay.execution import GPU_TIMES, measure_device_times
 from traceloom.workload.replay.kernels import KernelLoader
-from traceloom.workload.replay.plan import FAILURES, RankPlan, RankReplayed, ReplayPlan
+from traceloom.workload.replay.plan import FAILURES, RankPlan, RankReplayResult, ReplayPlan
 from traceloom.workload.replay.program import (
     Bind,
     ProgramBuilder,
@@ -460,7 +460,7 @@ class PlanRunner:
 
         Args:
             with_timer: Use a timer around each op; `program.times` returns the readings.
-            call_wrapper: Makes each call, see `Program.run_within`.
+            call_wrapper: Makes each call, see `Program.run_wrapped`.
             is_recording: A recorder is active: run nothing outside the plan that is not essential.
             wait_for_ranks: Waits for the other ranks.
         """
@@ -472,7 +472,7 @@ class PlanRunner:
             if with_timer:
                 run = partial(self.program.run_timed, self._cpu_clock)
             elif call_wrapper:
-                run = partial(self.program.run_within, call_wrapper)
+                run = partial(self.program.run_wrapped, call_wrapper)
             self._synchronize()
             if wait_for_ranks:
                 wait_for_ranks()
@@ -532,7 +532,7 @@ def run_passes(
     wait_for_ranks: Callable[[], None] | None = None,
     agree_to_continue: Callable[[bool], bool] = bool,
     report_progress: Callable[[str], None] = lambda _: None,
-) -> RankReplayed:
+) -> RankReplayResult:
     """Runs a rank's plan until its time is precise, with passes with a timer around each op in
     between.
 
@@ -592,7 +592,7 @@ def run_passes(
     resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
-    return RankReplayed(
+    return RankReplayResult(
         runner.plan.rank,
         tuple(wall_times_ns),
         tuple(cpu_times_ns),

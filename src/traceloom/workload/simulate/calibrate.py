@@ -17,7 +17,7 @@ from traceloom import __version__
 from traceloom.analyze.bandwidth import compute_bus_factor, find_device_link
 from traceloom.analyze.matched_collectives import match_collectives
 from traceloom.analyze.placed_calls import Peak, find_peaks
-from traceloom.analyze.rank_summary import rank_part
+from traceloom.analyze.rank_summary import summarize_rank
 from traceloom.errors import InputError
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -447,7 +447,7 @@ def _collect_calls(run: Session) -> pl.DataFrame:
     The transfer is the time from the last arrival to the end, the median over the recorded ranks;
     if only one rank is recorded, it is the whole time of that rank.
     """
-    parts = [rank_part(trace) for trace in run.traces]
+    parts = [summarize_rank(trace) for trace in run.traces]
     matched = match_collectives(parts).parts.select(
         "part", "event", "instance", joined_ns="transfer_ns"
     )

@@ -167,7 +167,9 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     )
     meeting_points = 2 * operations.table["meeting"].to_numpy().astype(np.int64)
     zeros = np.zeros(operation_count, dtype=np.int64)
-    edge_sources = np.concatenate([source[is_kept], meeting_points, end_points[operations.of_edge]])
+    edge_sources = np.concatenate(
+        [source[is_kept], meeting_points, end_points[operations.operation_of_edge]]
+    )
     edge_targets = np.concatenate([target[is_kept], begin_points, target[operations.edge]])
     # Without a link, each part of a communication may take a different time.
     uncontended_ns = np.where(link_class >= 0, transfer_ns, 0)
@@ -175,7 +177,8 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
         [
             unwrap_array(edge_delay_ns)[is_kept],
             zeros,
-            unwrap_array(edge_delay_ns)[operations.edge] - uncontended_ns[operations.of_edge],
+            unwrap_array(edge_delay_ns)[operations.edge]
+            - uncontended_ns[operations.operation_of_edge],
         ]
     )
     point_count = 2 * node_count + 2 * operation_count

@@ -29,7 +29,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import UsageError
 from traceloom.graph import Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -64,7 +64,7 @@ _TRACE_COLUMNS = build_schema(
 )
 _MAX_FACTOR = 1e6
 _RECORDED_DEVICE = Peak("the recorded device", {}, 1.0)
-_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
+_DEVICE = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 
 # Element types by the names of matrix kernels; the first match wins.
 _ELEMENT_TYPES = (
@@ -296,7 +296,7 @@ def _classify_by_name(work: pl.DataFrame) -> pl.DataFrame:
         schema_overrides={"by_name": pl.String},
     )
     classified = work.join(table, on="name", how="left", maintain_order="left")
-    copy = pl.when(pl.col("node_kind") != gs.KERNEL).then(pl.lit("copy"))
+    copy = pl.when(pl.col("node_kind") != graph_schema.KERNEL).then(pl.lit("copy"))
     return classified.with_columns(
         pl.coalesce("kind", copy, "by_name", pl.lit("other")).alias("kind")
     )
@@ -343,7 +343,7 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
     )
     rows = classed.join(table, on=keys, how="left", maintain_order="left", nulls_equal=True)
     ns, roofline = pl.col("ns"), pl.col("roofline_there") / pl.col("roofline_here")
-    link, copy = pl.col("copied").is_in(LINK_COPIES), pl.col("node_kind") != gs.KERNEL
+    link, copy = pl.col("copied").is_in(LINK_COPIES), pl.col("node_kind") != graph_schema.KERNEL
     short = ((ns < MAX_SHORT_NS) & (pl.col("roofline_here") < SHORT_LATENCY_SHARE * ns)) | (
         pl.col("roofline_here") < LATENCY_SHARE * ns
     )
@@ -390,7 +390,7 @@ def _build_account(
     """Returns the work by rule and kind, as measured and in each of the three cases."""
     columns = ("here_ns", "there_ns", "low_ns", "high_ns")
     all_works = pl.DataFrame(dict(zip(columns, works, strict=True)))
-    duration = graph.nodes.filter(pl.col("kind").is_in(gs.COMMUNICATION))["duration_ns"]
+    duration = graph.nodes.filter(pl.col("kind").is_in(graph_schema.COMMUNICATION))["duration_ns"]
     frames = [
         scaled.select("rule", "kind").hstack(all_works[scaled["node"]]),
         pl.DataFrame(dict.fromkeys(columns, duration)).select(

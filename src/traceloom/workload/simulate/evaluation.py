@@ -11,7 +11,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import CheckError, InvariantError
 from traceloom.graph import Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph, get_column_array, unwrap_array
 from traceloom.system.sanitize import sanitize
@@ -22,7 +22,7 @@ from traceloom.workload.simulate.contention import simulate_contention as with_c
 from traceloom.workload.simulate.transfers import LinkBundles, Operations, Transfers
 
 _MAX_CYCLE_SHOWN = 8
-_BETWEEN = (gs.RENDEZVOUS, gs.ARRIVAL)
+_ZERO_LENGTH_KINDS = (graph_schema.RENDEZVOUS, graph_schema.ARRIVAL)
 
 
 def make_deadlock_error(graph: Graph) -> CheckError:
@@ -38,7 +38,7 @@ def make_deadlock_error(graph: Graph) -> CheckError:
     table = graph.nodes.select("kind", "rank", "name")
     for point in ring:
         kind, rank, name = table.row(point // 2)
-        if kind not in _BETWEEN:
+        if kind not in _ZERO_LENGTH_KINDS:
             labels.append((rank, f"`{sanitize(name)}`"))
     steps = [step for k, step in enumerate(labels) if step != labels[k - 1] or len(labels) == 1]
     clauses = [
@@ -56,7 +56,7 @@ def make_deadlock_error(graph: Graph) -> CheckError:
     )
 
 
-_SERIAL = (gs.KERNEL, gs.COPY, gs.FILL)
+_SERIAL = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 
 
 def build_plan(graph: Graph) -> Plan:
@@ -80,7 +80,7 @@ def find_serial_lanes(graph: Graph) -> Ints:
     """
     device = np.isin(
         get_column_array(graph, graph.nodes["kind"]),
-        [gs.NODE_KINDS.index(name) for name in _SERIAL],
+        [graph_schema.NODE_KINDS.index(name) for name in _SERIAL],
     )
     lane = graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
     return np.where(device, lane, -1)
@@ -129,22 +129,22 @@ def evaluate_on_network(
     if transfers is not None:
         scenario = scenario.copy()
         time_ns, bundles = transfers.time_ns, transfers.bundles()
-        class_by_operation = np.where(transfers.replaced, transfers.of_class, -1)
+        class_by_operation = np.where(transfers.replaced, transfers.class_of_operation, -1)
         parts, edges = (
-            transfers.replaced[operations.of_part],
-            transfers.replaced[operations.of_edge],
+            transfers.replaced[operations.operation_of_part],
+            transfers.replaced[operations.operation_of_edge],
         )
         # Parts that wait for the meeting take the transfer after it; a root that does not wait is
         # busy as long.
-        scenario.work_ns[operations.part[parts]] = time_ns[operations.of_part[parts]]
-        scenario.delay_ns[operations.edge[edges]] = time_ns[operations.of_edge[edges]]
+        scenario.work_ns[operations.part[parts]] = time_ns[operations.operation_of_part[parts]]
+        scenario.delay_ns[operations.edge[edges]] = time_ns[operations.operation_of_edge[edges]]
         waiting = get_column_array(graph, graph.edges["target"])[operations.edge[edges]]
         scenario.work_ns[waiting] = 0
     lanes = find_serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
     times = scenario.times(plan)
     evaluated = SimulatedTimes(times, np.zeros(bundles.count))
     meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
-    if bundles.overfull(
+    if bundles.exceeds_bandwidth(
         class_by_operation, meeting_times, meeting_times + time_ns
     ) or _has_overlaps(lanes, times):
         delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
@@ -159,7 +159,7 @@ def evaluate_on_network(
             lanes,
         )
         scenario = scenario.copy()
-        shared = np.flatnonzero(class_by_operation[operations.of_edge] >= 0)
+        shared = np.flatnonzero(class_by_operation[operations.operation_of_edge] >= 0)
         transfer_ends = evaluated.times[
             2
             * get_column_array(graph, graph.edges["target"])[operations.edge[shared]].astype(
@@ -169,7 +169,7 @@ def evaluate_on_network(
         ]
         meeting_times = evaluated.times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
         scenario.delay_ns[operations.edge[shared]] = (
-            transfer_ends - meeting_times[operations.of_edge[shared]]
+            transfer_ends - meeting_times[operations.operation_of_edge[shared]]
         )
     after = changed_graph(graph, scenario, evaluated.times)
     if evaluated.contended:
@@ -189,9 +189,9 @@ def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
     return pl.DataFrame(
         {"source": node_rows[:-1][next_one], "target": node_rows[1:][next_one]}
     ).select(
-        pl.col("source", "target").cast(gs.Node),
-        kind=pl.lit("simulation", dtype=gs.EdgeKind),
-        evidence=pl.lit("assumed", dtype=gs.Evidence),
+        pl.col("source", "target").cast(graph_schema.Node),
+        kind=pl.lit("simulation", dtype=graph_schema.EdgeKind),
+        evidence=pl.lit("assumed", dtype=graph_schema.Evidence),
         from_end=pl.lit(value=True),
         to_end=pl.lit(value=False),
         delay_ns=pl.lit(0, pl.Int64),
@@ -208,7 +208,7 @@ def _has_overlaps(lanes: Ints, times: Ints) -> bool:
     return bool(((lane[1:] == lane[:-1]) & (start[1:] < end[:-1])).any())
 
 
-def apply_evaluation(graph: Graph, operations: Operations, *, serial: bool) -> Graph:
+def replace_measured_times(graph: Graph, operations: Operations, *, serial: bool) -> Graph:
     """Returns the graph with measured times replaced by those that follow from its works and
     delays.
     """

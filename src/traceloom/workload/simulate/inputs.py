@@ -15,7 +15,7 @@ import polars as pl
 
 from traceloom.errors import CheckError, InputError, UsageError
 from traceloom.formats.chakra.files import GROUP_FILES, read_groups
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph import link_session
 from traceloom.graph.communication import POINT_TO_POINT
 from traceloom.graph.graph import Graph
@@ -25,7 +25,7 @@ from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.workload.chakra.check_files import Arcs, sort_topologically
 from traceloom.workload.chakra.convert import ConversionInput, is_chakra
-from traceloom.workload.simulate.evaluation import apply_evaluation
+from traceloom.workload.simulate.evaluation import replace_measured_times
 from traceloom.workload.simulate.transfers import find_operations
 
 SIDES = ("communication", "compute")
@@ -43,7 +43,9 @@ def separate_side(graph: Graph, side: str) -> Graph:
         side: One of `SIDES`.
     """
     communicates = (
-        pl.col("kind").cast(pl.String).is_in([*gs.COMMUNICATION, gs.RENDEZVOUS, gs.ARRIVAL])
+        pl.col("kind")
+        .cast(pl.String)
+        .is_in([*graph_schema.COMMUNICATION, graph_schema.RENDEZVOUS, graph_schema.ARRIVAL])
     )
     node_side = graph.nodes.select(communicates).to_series()
     # Edges out of a meeting, into an arrival, and all others between parts of a communication.
@@ -129,8 +131,8 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     described = rows.with_columns(
         instance=pl.when(is_joined).then(pl.col("key").cast(pl.Int64) - 1)
     )
-    described = described.select(gs.GRAPH_SCHEMAS["communication"].names()).cast(
-        gs.GRAPH_SCHEMAS["communication"]
+    described = described.select(graph_schema.GRAPH_SCHEMAS["communication"].names()).cast(
+        graph_schema.GRAPH_SCHEMAS["communication"]
     )
     graph = replace(
         graph, communication=described, world_size=len(world), notices=(*graph.notices, *notices)
@@ -334,7 +336,7 @@ def open_input(
         name = " ".join(map(str, paths))
         first = paths[0] if paths else Path()
         chakra = any(map(is_chakra, paths))
-        if chakra or any(path.name.endswith(gs.GRAPH_SUFFIX) for path in paths):
+        if chakra or any(path.name.endswith(graph_schema.GRAPH_SUFFIX) for path in paths):
             if len(paths) > 1:
                 raise UsageError(
                     "a workload is one directory of .et files, or one graph",
@@ -382,5 +384,5 @@ def open_input(
     if only is not None:
         graph, measured = separate_side(graph, only), False
     if not measured:
-        graph = apply_evaluation(graph, find_operations(graph), serial=serial)
+        graph = replace_measured_times(graph, find_operations(graph), serial=serial)
     return SimulationInput(graph, name, measured, serial, session, only)

@@ -16,7 +16,7 @@ from traceloom.analyze.bandwidth import compute_bus_factor
 from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import UsageError
 from traceloom.trace.array_types import Floats, Ints
-from traceloom.workload.collective_algorithms import KINDS_OF, compute_log2
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM, compute_log2
 
 Topology = Literal["ring", "fully-connected", "switch", "torus", "mesh", "fat-tree", "links"]
 Collective = Literal[
@@ -196,8 +196,8 @@ class AlgorithmRule:
 
     def __post_init__(self) -> None:
         kind = "all_reduce" if self.collective == "barrier" else self.collective
-        if kind not in KINDS_OF[self.use]:
-            able = [name for name, kinds in KINDS_OF.items() if kind in kinds]
+        if kind not in KINDS_BY_ALGORITHM[self.use]:
+            able = [name for name, kinds in KINDS_BY_ALGORITHM.items() if kind in kinds]
             hint = f"{', '.join(able)} can do it" if able else "a send is one message"
             raise make_machine_error(
                 f"there is no {self.use} algorithm for {self.collective}", hint

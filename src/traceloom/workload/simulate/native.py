@@ -15,7 +15,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import UsageError
 from traceloom.graph import Plan, law
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
 from traceloom.system import units
 from traceloom.trace.notice import Notice
@@ -182,7 +182,7 @@ class _Target:
             unchanged = read_machine(machine)
             name = unchanged.name or str(machine)
         described = apply_overrides(unchanged, overrides)
-        world = graph.job_ranks
+        world = graph.job_size
         if isinstance(machine, str) and machine in presets() and not Path(machine).exists():
             host = math.prod(part.size for part in described.dimensions[:-1])
             world = world if world <= host else -(-world // host) * host
@@ -257,7 +257,7 @@ def build_device_cases(
     for graph in cases.graphs:
         scenario = Scenario.of(graph).copy()
         rank = graph.nodes["rank"].cast(pl.Int64).fill_null(0).to_numpy()
-        is_device_work = scenario.nodes(gs.KERNEL, gs.COPY, gs.FILL)
+        is_device_work = scenario.nodes(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
         speed = machine.device_speeds()[np.minimum(rank, machine.ranks - 1)]
         scenario.work_ns = np.where(
             is_device_work, np.rint(scenario.work_ns / speed), scenario.work_ns

@@ -51,8 +51,8 @@ def build_fabric(dimension: Dimension) -> Fabric:
     if dimension.topology == "fully-connected":
         return FullyConnected(dimension)
     if dimension.topology == "links":
-        return _Wired(dimension)
-    return Switched(dimension)
+        return ExplicitLinks(dimension)
+    return SwitchFabric(dimension)
 
 
 class Grid:
@@ -130,7 +130,7 @@ class FullyConnected:
         return np.ones(source.size, dtype=np.int64), source * self.size + target
 
 
-class Switched:
+class SwitchFabric:
     """A switch, or a fat tree: leaf switches below a spine, with one link each way between a leaf
     and the spine.
     """
@@ -165,7 +165,7 @@ class Switched:
         return used.sum(axis=1), links[used]
 
 
-class _Wired:
+class ExplicitLinks:
     """A list of links; a message takes a shortest path, among equals that over the lowest
     numbers.
     """

@@ -12,7 +12,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import Spans, merge_intervals, merge_spans, subtract_spans
 from traceloom.errors import broken
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import Path, find_critical_path, summarize_path
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.trace.array_types import Ints
@@ -156,10 +156,10 @@ class Simulation(Result):
 
 # Overlapping activities count as the first of these.
 _KINDS = {
-    "compute_ns": (gs.KERNEL,),
-    "exposed_communication_ns": gs.COMMUNICATION,
-    "memory_ns": (gs.COPY, gs.FILL),
-    "host_ns": (gs.HOST, gs.THINK, gs.LAUNCH),
+    "compute_ns": (graph_schema.KERNEL,),
+    "exposed_communication_ns": graph_schema.COMMUNICATION,
+    "memory_ns": (graph_schema.COPY, graph_schema.FILL),
+    "host_ns": (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH),
 }
 
 
@@ -197,7 +197,7 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
     account = {"rank": ranks, "end_ns": end}
     before: list[Spans] = []
     for column, kinds in _KINDS.items():
-        selected = np.isin(kind, [gs.NODE_KINDS.index(name) for name in kinds])
+        selected = np.isin(kind, [graph_schema.NODE_KINDS.index(name) for name in kinds])
         busy = merge_intervals(low[selected], high[selected])
         if column == "exposed_communication_ns":
             account["communication_ns"] = of_ranks(busy)
@@ -209,7 +209,7 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
 
 
 _MAX_LOADS = 32  # number of links whose load over time is kept
-_HIDDEN_KINDS = (gs.ORIGIN, gs.RENDEZVOUS, gs.ARRIVAL)
+_HIDDEN_KINDS = (graph_schema.ORIGIN, graph_schema.RENDEZVOUS, graph_schema.ARRIVAL)
 
 
 def assemble_simulation(
@@ -333,8 +333,8 @@ def _build_collectives(
     first, last, end = (np.zeros(len(operations), dtype=np.int64) for _ in range(3))
     first[:] = np.iinfo(np.int64).max
     starts, part_ends = times[2 * operations.part], times[2 * operations.part + 1]
-    np.minimum.at(first, operations.of_part, starts)
-    np.maximum.at(end, operations.of_part, part_ends)
+    np.minimum.at(first, operations.operation_of_part, starts)
+    np.maximum.at(end, operations.operation_of_part, part_ends)
     last = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     transfer = end - last
     modelled = after.transfers
@@ -372,8 +372,8 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
     times = get_point_times(after.graph)
     meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(operations), dtype=np.int64)
-    np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
-    class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
+    np.maximum.at(end, operations.operation_of_part, times[2 * operations.part + 1])
+    class_by_operation = np.where(modelled.replaced, modelled.class_of_operation, -1)
     row, bundle, _ = bundles.uses(class_by_operation)
     busy: Ints = np.zeros(bundles.count, dtype=np.int64)
     order = np.argsort(bundle, kind="stable")
@@ -384,7 +384,9 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
         class_by_operation[class_by_operation >= 0], minlength=bundles.first.size - 1
     )
     bytes_of = (
-        modelled.share.with_columns(count=pl.Series(count).gather(modelled.share["of_class"]))
+        modelled.share.with_columns(
+            count=pl.Series(count).gather(modelled.share["class_of_operation"])
+        )
         .group_by("link")
         .agg((pl.col("bytes") * pl.col("count")).sum().alias("bytes"))
     )
@@ -415,11 +417,11 @@ def _load(
     times = get_point_times(after.graph)
     meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     end = np.zeros(len(operations), dtype=np.int64)
-    np.maximum.at(end, operations.of_part, times[2 * operations.part + 1])
+    np.maximum.at(end, operations.operation_of_part, times[2 * operations.part + 1])
     stretched = np.clip(
         modelled.time_ns / np.maximum(end - meeting_times, 1), 0.0, 1.0
     )  # slowed by contention
-    class_by_operation = np.where(modelled.replaced, modelled.of_class, -1)
+    class_by_operation = np.where(modelled.replaced, modelled.class_of_operation, -1)
     row, used, part = bundles.uses(class_by_operation)
     bundle_by_link = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
     steps: dict[int, pl.DataFrame] = {}

@@ -28,7 +28,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.bandwidth import add_sizes
-from traceloom.analyze.collectives import collectives_of
+from traceloom.analyze.collectives import collect_session_calls
 from traceloom.analyze.groups import declared_groups, groups
 from traceloom.errors import UsageError
 from traceloom.graph.graph import Graph
@@ -360,7 +360,7 @@ def find_roles(session: Session) -> dict[str, str]:
     """Returns the role of each group of a recorded run by name; see `analyze.collective.groups`."""
     declared = pl.concat([declared_groups(trace) for trace in session.traces])
     world = max((trace.meta.world_size or 0 for trace in session.traces), default=0)
-    table = groups(collectives_of(session).drop("trace"), declared, world or None).groups
+    table = groups(collect_session_calls(session).drop("trace"), declared, world or None).groups
     return dict(
         table.select("group", pl.col("role").cast(pl.String)).drop_nulls().unique("group").rows()
     )

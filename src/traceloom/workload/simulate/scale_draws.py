@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
@@ -68,7 +68,7 @@ def can_end_a_step(graph: Graph) -> Bools:
     kinds = graph.lanes["kind"].cast(pl.String).gather(graph.nodes["lane"].fill_null(0))
     on_lane = graph.nodes["lane"].is_not_null()
     on_device = on_lane & (kinds == "device")
-    idle = graph.nodes["kind"].cast(pl.String).is_in([gs.THINK, gs.WAIT])
+    idle = graph.nodes["kind"].cast(pl.String).is_in([graph_schema.THINK, graph_schema.WAIT])
     selected: Bools = (on_device if on_device.any() else on_lane & ~idle).to_numpy()
     return selected
 

@@ -17,14 +17,14 @@ import polars as pl
 
 from traceloom.errors import UsageError
 from traceloom.graph import Plan
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.calibrate import class_delays, classify_edges
 from traceloom.graph.graph import (
     GRAPH_SCHEMAS,
     Graph,
+    build_empty_frame,
     get_edge_points,
     get_point_times,
-    make_empty_frame,
 )
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import cast_to_schema
@@ -33,7 +33,7 @@ from traceloom.trace.frames import cast_to_schema
 _KEEP = ("tensor", "pipeline", "expert", "context", "embedding")
 PAIRS = ("send", "receive")
 ALL = 0  # span of a group with ranks of every copy
-_JOINTS = (gs.RENDEZVOUS, gs.ARRIVAL)
+_JOINTS = (graph_schema.RENDEZVOUS, graph_schema.ARRIVAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def find_rank_numbering(graph: Graph, roles: Mapping[str, str]) -> RankNumbering
     used = graph.communication.filter(~pl.col("kind").is_in(PAIRS)).unique(
         ["group", "ranks"], maintain_order=True
     )
-    world = graph.job_ranks
+    world = graph.job_size
     shapes: dict[str, set[tuple[int, int]]] = {}
     for group, members, size in used.select("group", "ranks", "group_size").iter_rows():
         steps = set(np.diff(members or ()).tolist())
@@ -366,7 +366,7 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
         maintain_order="left",
     )
     joint = meetings.select(
-        pl.lit(gs.RENDEZVOUS).alias("kind"),
+        pl.lit(graph_schema.RENDEZVOUS).alias("kind"),
         pl.col("position").alias("rank"),
         pl.col("from_ns").alias("start_ns"),
         "step",
@@ -376,7 +376,7 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
         pl.col("new_lane").alias("lane"), pl.col("position").alias("rank")
     ).select(*GRAPH_SCHEMAS["nodes"])
     all_nodes = pl.concat(
-        [replica_nodes, joint.cast({"kind": gs.NodeKind})], how="diagonal_relaxed"
+        [replica_nodes, joint.cast({"kind": graph_schema.NodeKind})], how="diagonal_relaxed"
     ).with_columns(node=pl.int_range(pl.len()))
     meets = parts.drop_nulls("meeting").select(
         "new", at=pl.col("meeting").cast(pl.Int64) + nodes.height
@@ -402,7 +402,7 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
     declared: dict[str, Any] = {
         name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()
     }
-    declared |= {name: make_empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
+    declared |= {name: build_empty_frame(name) for name in ("host_ops", "ranks", "coverage")}
     return Replica(
         graph=replace(graph, **declared, world_size=axis.positions),
         axis=axis,
@@ -416,7 +416,7 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
 
 QUANTILES = 1024  # per distribution
 _MIN_SAMPLES = 24  # samples of a name; with fewer, the variation of its kind is used
-_DEVICE = (gs.KERNEL, gs.COPY, gs.FILL)
+_DEVICE = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 _SIDES = 2  # host, device
 
 
@@ -556,7 +556,14 @@ def _measure_works(
     and ranks.
     """
     device = pl.col("kind").is_in(_DEVICE)
-    joint = pl.col("kind").is_in([gs.RENDEZVOUS, gs.ARRIVAL, gs.ORIGIN, *gs.COMMUNICATION])
+    joint = pl.col("kind").is_in(
+        [
+            graph_schema.RENDEZVOUS,
+            graph_schema.ARRIVAL,
+            graph_schema.ORIGIN,
+            *graph_schema.COMMUNICATION,
+        ]
+    )
     works = nodes.with_columns(
         work=pl.col("measured").mean().over("same"),
         samples=pl.len().over("same"),
@@ -606,7 +613,7 @@ def _measure_works(
             )
             numbers.append((kind, name, number))
     pool_by_name = pl.DataFrame(
-        numbers, {"kind": gs.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row"
+        numbers, {"kind": graph_schema.NodeKind, "name": pl.String, "pool": pl.Int64}, orient="row"
     )
     works = works.join(pool_by_name, on=["kind", "name"], how="left", maintain_order="left")
     kind_pool = (
@@ -897,7 +904,7 @@ def expand_replica(
     declared: dict[str, Any] = {
         name: cast_to_schema(frame, GRAPH_SCHEMAS[name]) for name, frame in frames.items()
     }
-    graph = replace(single, **declared, delays=make_empty_frame("delays"), world_size=axis.world)
+    graph = replace(single, **declared, delays=build_empty_frame("delays"), world_size=axis.world)
     times = Plan(graph).evaluate()
     start, end = times[0::2], times[1::2]
     return replace(

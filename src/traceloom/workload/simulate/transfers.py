@@ -16,14 +16,14 @@ import polars as pl
 
 from traceloom.analyze.bandwidth import add_sizes
 from traceloom.errors import UsageError
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph.evaluate import MAX_DURATION_NS
 from traceloom.graph.graph import Graph, get_column_array, get_point_times
 from traceloom.system import units
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
-from traceloom.workload.collective_algorithms import KINDS_OF, Schedule, build_schedule
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM, Schedule, build_schedule
 from traceloom.workload.simulate.machine import Machine
 from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
 
@@ -40,16 +40,16 @@ class Operations:
             `analyze.collective`, parts (recorded ones), splits (of an uneven all_to_all: bytes from
             each member, row by row, to each).
         edge: Edges out of the meetings, each to the end of a part.
-        of_edge: Row of `table` of each edge.
+        operation_of_edge: Row of `table` of each edge.
         part: Nodes of all parts.
-        of_part: Row of `table` of each part.
+        operation_of_part: Row of `table` of each part.
     """
 
     table: pl.DataFrame
     edge: Ints
-    of_edge: Ints
+    operation_of_edge: Ints
     part: Ints
-    of_part: Ints
+    operation_of_part: Ints
 
     def __len__(self) -> int:
         return self.table.height
@@ -58,7 +58,7 @@ class Operations:
 def find_operations(graph: Graph) -> Operations:
     """Finds the communications of a graph that has its meetings."""
     kind = get_column_array(graph, graph.nodes["kind"])
-    meeting = np.flatnonzero(kind == gs.NODE_KINDS.index(gs.RENDEZVOUS))
+    meeting = np.flatnonzero(kind == graph_schema.NODE_KINDS.index(graph_schema.RENDEZVOUS))
     number = np.full(graph.nodes.height, -1, dtype=np.int64)
     number[meeting] = np.arange(meeting.size)
     source, target = (
@@ -66,7 +66,9 @@ def find_operations(graph: Graph) -> Operations:
     )
     to_end = graph.edges["to_end"].to_numpy()
     edge = np.flatnonzero((number[source] >= 0) & to_end)
-    communicates = np.isin(kind, [gs.NODE_KINDS.index(name) for name in gs.COMMUNICATION])
+    communicates = np.isin(
+        kind, [graph_schema.NODE_KINDS.index(name) for name in graph_schema.COMMUNICATION]
+    )
     entering_edges = np.flatnonzero((number[target] >= 0) & communicates[source])
     pairs = np.unique(
         np.concatenate([number[source[edge]], number[target[entering_edges]]]) * graph.nodes.height
@@ -187,9 +189,12 @@ def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
     target = get_column_array(graph, graph.edges["target"]).astype(np.int64)[operations.edge]
     durations = (
         times[2 * target + 1]
-        - times[2 * operations.table["meeting"].to_numpy().astype(np.int64)[operations.of_edge]]
+        - times[
+            2
+            * operations.table["meeting"].to_numpy().astype(np.int64)[operations.operation_of_edge]
+        ]
     )
-    rows = pl.DataFrame({"row": operations.of_edge, "took": np.maximum(durations, 0)})
+    rows = pl.DataFrame({"row": operations.operation_of_edge, "took": np.maximum(durations, 0)})
     middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
     out = np.zeros(len(operations), dtype=np.int64)
     out[middle["row"].to_numpy()] = middle["took"].to_numpy()
@@ -207,9 +212,9 @@ class Transfers:
     Attributes:
         time_ns: Duration of each alone, shape (M,).
         replaced: Whether it is the machine's rather than the recorded one; shape (M,).
-        of_class: Class of each; -1 if it needs no link; shape (M,).
+        class_of_operation: Class of each; -1 if it needs no link; shape (M,).
         share: Share of each link that a communication of a class uses while it runs alone: rows
-            `of_class`, `link`, `share` (of the link's bandwidth), `bytes`.
+            `class_of_operation`, `link`, `share` (of the link's bandwidth), `bytes`.
         links: One row per link: link, name, source, target.
         algorithm: Of each communication; None if a measured transfer was used or the recorded one
             kept.
@@ -220,7 +225,7 @@ class Transfers:
 
     time_ns: Ints
     replaced: Bools
-    of_class: Ints
+    class_of_operation: Ints
     share: pl.DataFrame
     links: pl.DataFrame
     algorithm: list[str | None]
@@ -229,26 +234,26 @@ class Transfers:
 
     def bundles(self) -> LinkBundles:
         """Returns the links, with those bundled that have equal demand from all classes."""
-        classes = int(self.of_class.max(initial=-1)) + 1
+        classes = int(self.class_of_operation.max(initial=-1)) + 1
         if not self.share.height:  # only latencies
             return LinkBundles.none(classes)
         shares_by_link = (
-            self.share.sort("link", "of_class")
+            self.share.sort("link", "class_of_operation")
             .group_by("link", maintain_order=True)
-            .agg("of_class", "share")
+            .agg("class_of_operation", "share")
         )
         bundle_rows = (
-            shares_by_link.group_by("of_class", "share", maintain_order=True)
+            shares_by_link.group_by("class_of_operation", "share", maintain_order=True)
             .agg("link")
             .with_row_index("bundle")
         )
         rows = (
-            bundle_rows.select("bundle", "of_class", "share")
-            .explode("of_class", "share")
-            .sort("of_class", "bundle")
+            bundle_rows.select("bundle", "class_of_operation", "share")
+            .explode("class_of_operation", "share")
+            .sort("class_of_operation", "bundle")
         )
         return LinkBundles(
-            np.searchsorted(rows["of_class"].to_numpy(), np.arange(classes + 1)),
+            np.searchsorted(rows["class_of_operation"].to_numpy(), np.arange(classes + 1)),
             rows["bundle"].to_numpy().astype(np.int64),
             rows["share"].to_numpy(),
             bundle_rows["link"].explode().to_numpy().astype(np.int64),
@@ -305,7 +310,7 @@ class LinkBundles:
         )
         return row, self.bundle[entry], self.share[entry]
 
-    def overfull(self, class_by_operation: Ints, start: Ints, end: Ints) -> bool:
+    def exceeds_bandwidth(self, class_by_operation: Ints, start: Ints, end: Ints) -> bool:
         """Returns whether communications at these times exceed the bandwidth of a link; shapes
         (M,).
         """
@@ -357,7 +362,8 @@ def compute_fair_speeds(share: Floats) -> tuple[Floats, Ints]:
 
 
 SHARES = build_schema(
-    "of_class link share bytes", {"of_class": pl.Int64, "link": pl.Int64, "share": pl.Float64}
+    "class_of_operation link share bytes",
+    {"class_of_operation": pl.Int64, "link": pl.Int64, "share": pl.Float64},
 )
 _PIPELINED = ("tree", "double-tree")
 _CHUNK = 1 << 19  # bytes that trees and chains forward at once
@@ -419,7 +425,7 @@ class _Pricing:
         key = (kind, tuple(members), size_bytes, tuple(splits))
         if key not in self._known:
             if kind not in {"send", "barrier"} and all(
-                kind not in kinds for kinds in KINDS_OF.values()
+                kind not in kinds for kinds in KINDS_BY_ALGORITHM.values()
             ):
                 return None
             self._known[key] = self.model(*key)
@@ -450,7 +456,7 @@ class _Pricing:
             for r in machine.algorithms
         )
         # One ring over several hosts would use only one network card of each.
-        if not stated and algorithm == "ring" and kind in KINDS_OF["two-level"]:
+        if not stated and algorithm == "ring" and kind in KINDS_BY_ALGORITHM["two-level"]:
             is_two_level = hosts.size > 1 and hosts.min() == hosts.max() > 1
             algorithm = "two-level" if is_two_level else algorithm
         size = size_bytes // len(members) if kind == "all_gather" else size_bytes
@@ -534,7 +540,7 @@ def compute_transfers(
         share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
         shares.append(
             pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(
-                of_class=number
+                class_of_operation=number
             )
         )
     columns = list(SHARES)

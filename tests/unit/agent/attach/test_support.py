@@ -9,11 +9,17 @@ import pytest
 
 from support.agent_server import locations_in
 from support.host_tree import HostTree
-from traceloom.agent.attach.injection import explain_attach_refusal, is_call_allowed, is_possible
+from traceloom.agent.attach.injection import (
+    explain_attach_refusal,
+    is_architecture_supported,
+    is_ptrace_allowed,
+)
 from traceloom.agent.config import Config, Traces
 from traceloom.agent.doctor import examine_without_agent
 
-pytestmark = pytest.mark.skipif(not is_possible(), reason=f"not for {platform.machine()}")
+pytestmark = pytest.mark.skipif(
+    not is_architecture_supported(), reason=f"not for {platform.machine()}"
+)
 NOBODY, ROOT = "0000000000000000", "000001ffffffffff"
 
 
@@ -30,7 +36,7 @@ NOBODY, ROOT = "0000000000000000", "000001ffffffffff"
     ],
 )
 def test_yama(tmp_path: Path, scope: str | None, rights: str, why: str, helps: str) -> None:
-    if not is_call_allowed():
+    if not is_ptrace_allowed():
         pytest.skip("ptrace(2) is refused here")
     (tmp_path / "self").mkdir()
     (tmp_path / "self/status").write_text(f"Name:\tpython\nCapEff:\t{rights}\n", encoding="ascii")

@@ -43,9 +43,9 @@ def _owned(processes: list[Process]) -> Callable[[], dict[str, Process]]:
 
 
 def _values(collector: Cgroups) -> dict[tuple[str, ...], float]:
-    board = Snapshot()
-    board.put("cgroups", collector.collect(), 1)  # which refuses what is not declared
-    return {(name, *labels): value for (name, labels), value, _ in board.values()}
+    host_snapshot = Snapshot()
+    host_snapshot.put("cgroups", collector.collect(), 1)  # which refuses what is not declared
+    return {(name, *labels): value for (name, labels), value, _ in host_snapshot.values()}
 
 
 def _unified(tree: HostTree, group: str, oom_kills: int = 0) -> None:

@@ -37,9 +37,9 @@ HugePages_Total:    0
 
 
 def _values(collector: Collector) -> dict[tuple[str, ...], float]:
-    board = Snapshot()
-    board.put(collector.name, collector.collect(), 1)  # which refuses what is not declared
-    return {(name, *labels): value for (name, labels), value, _ in board.values()}
+    host_snapshot = Snapshot()
+    host_snapshot.put(collector.name, collector.collect(), 1)  # which refuses what is not declared
+    return {(name, *labels): value for (name, labels), value, _ in host_snapshot.values()}
 
 
 def test_processor_time_is_in_seconds_and_guests_count_once(tmp_path: Path) -> None:

@@ -60,8 +60,8 @@ def test_what_is_collected_is_on_the_board_again_and_again() -> None:
     collector, delivered = Made("load", lambda: [LOAD]), []
     scheduler = Scheduler(Snapshot(), [collector], delivered.append)
     _lived(scheduler, lambda: len(delivered) >= 3)
-    assert scheduler.board.results["load"].values == {("host_load_ratio", ()): 0.5}
-    assert scheduler.board.collectors["load"].runs >= 3
+    assert scheduler.host_snapshot.results["load"].values == {("host_load_ratio", ()): 0.5}
+    assert scheduler.host_snapshot.collectors["load"].runs >= 3
 
 
 def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
@@ -76,22 +76,24 @@ def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
         return [LOAD]
 
     hanging, other = Made("hangs", hang, timeout_s=0.05), Made("other", lambda: [LOAD])
-    board = Snapshot()
-    scheduler = Scheduler(board, [hanging, other])
+    host_snapshot = Snapshot()
+    scheduler = Scheduler(host_snapshot, [hanging, other])
 
     async def live() -> None:
         scheduler.start()
         await _until(
-            lambda: board.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3
+            lambda: (
+                host_snapshot.collectors["hangs"].failures.get("timeout", 0) >= 3 and other.runs > 3
+            )
         )
         assert hanging.runs == 1  # it is not run again on top of itself
-        assert "hangs" not in board.results
+        assert "hangs" not in host_snapshot.results
         free.set()
-        await _until(lambda: "hangs" in board.results)
+        await _until(lambda: "hangs" in host_snapshot.results)
         await scheduler.stop()
 
     asyncio.run(live())
-    assert board.collectors["hangs"].trouble == ""
+    assert host_snapshot.collectors["hangs"].trouble == ""
 
 
 @pytest.mark.parametrize(
@@ -106,26 +108,28 @@ def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason:
             raise answer
         return answer
 
-    board = Snapshot()
-    scheduler = Scheduler(board, [Made("some", collect)])
-    _lived(scheduler, lambda: board.collectors["some"].failures.get(reason, 0) >= 2)
-    assert "some" not in board.results
-    assert str(error) in board.collectors["some"].trouble
+    host_snapshot = Snapshot()
+    scheduler = Scheduler(host_snapshot, [Made("some", collect)])
+    _lived(scheduler, lambda: host_snapshot.collectors["some"].failures.get(reason, 0) >= 2)
+    assert "some" not in host_snapshot.results
+    assert str(error) in host_snapshot.collectors["some"].trouble
     assert (
         Reading(
-            "collector_failures_total", ("some", reason), board.collectors["some"].failures[reason]
+            "collector_failures_total",
+            ("some", reason),
+            host_snapshot.collectors["some"].failures[reason],
         )
         in scheduler.readings()
     )
 
 
 def test_readings_that_are_not_declared_are_a_defect() -> None:
-    board = Snapshot()
+    host_snapshot = Snapshot()
     scheduler = Scheduler(
-        board, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])]
+        host_snapshot, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])]
     )
-    _lived(scheduler, lambda: board.collectors["wrong"].failures.get("defect", 0) >= 1)
-    assert "not declared" in board.collectors["wrong"].trouble
+    _lived(scheduler, lambda: host_snapshot.collectors["wrong"].failures.get("defect", 0) >= 1)
+    assert "not declared" in host_snapshot.collectors["wrong"].trouble
 
 
 def test_while_a_trace_runs_all_are_quick() -> None:

@@ -99,7 +99,7 @@ class Host:
         self.uplink = FleetConnection(
             replace(self.rules.config, fleet=link),
             folder,
-            self.rules.board,
+            self.rules.host_snapshot,
             self.rules.desk,
             JobAccounting("H100"),
             "boot7",
@@ -212,8 +212,8 @@ def test_a_heartbeat_says_what_the_board_does(
     fleet = Fleet()
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
-        board = host.rules.board
-        board.devices = {
+        host_snapshot = host.rules.host_snapshot
+        host_snapshot.devices = {
             "GPU-0": Device(uuid="GPU-0", index="0", vendor="nvidia", model="H100"),
             "GPU-1": Device(
                 uuid="GPU-1", index="1", vendor="nvidia", model="H100", stale="lost: " + "x" * 1000

@@ -108,7 +108,7 @@ def test_devices_with_their_values_and_who_is_on_them(running: Running) -> None:
         (row["metric"], row["labels"].get("pipe")): row["value"]
         for row in devices["GPU-0"]["values"]
     }
-    stored = {series: value for series, value, _ in running.agent.board.values()}
+    stored = {series: value for series, value, _ in running.agent.host_snapshot.values()}
     assert values["traceloom_gpu_busy_ratio", None] == stored["gpu_busy_ratio", ("GPU-0",)]
     assert (
         values["traceloom_gpu_pipe_active_ratio", "tensor"]
@@ -344,12 +344,12 @@ def test_stacks_that_are_not_looked_at(
 
 
 def test_processes_of_no_job_are_not_those_of_a_pid(tmp_path: Path) -> None:
-    board = full_board()
-    board.processes = {
+    host_snapshot = full_board()
+    host_snapshot.processes = {
         key: msgspec.structs.replace(process, owner=Owner())
-        for key, process in board.processes.items()
+        for key, process in host_snapshot.processes.items()
     }
-    agent = SmallAgent(board=board)
+    agent = SmallAgent(host_snapshot=host_snapshot)
     with listening(agent, tmp_path) as listeners:
         assert ask(listeners.socket_path, "/api/v1/stacks?pid=11").status == 200
     assert agent.looked_at == [([11], False)]
@@ -457,10 +457,10 @@ def test_the_clock(running: Running) -> None:
 
 
 def test_an_agent_whose_collectors_stopped_is_not_healthy(tmp_path: Path) -> None:
-    agent = SmallAgent(board=Snapshot())
+    agent = SmallAgent(host_snapshot=Snapshot())
     with listening(agent, tmp_path) as listeners:
         assert ask(listeners.socket_path, "/healthz").status == 200
-        agent.board.started_ns -= 3600 * 10**9
+        agent.host_snapshot.started_ns -= 3600 * 10**9
         reply = ask(listeners.socket_path, "/healthz")
         assert (reply.status, reply.json()["error"]["slug"]) == (503, "not-healthy")
 

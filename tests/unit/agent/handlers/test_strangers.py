@@ -47,8 +47,8 @@ def renamed(labels: tuple[str, ...]) -> tuple[str, ...]:
 
 def of_two_users() -> SmallAgent:
     """An agent whose every answer is about Anna and Bert."""
-    board = full_board()
-    for sheet in board.results.values():
+    host_snapshot = full_board()
+    for sheet in host_snapshot.results.values():
         sheet.values = {
             (name, renamed(labels)): value for (name, labels), value in sheet.values.items()
         }
@@ -77,17 +77,18 @@ def of_two_users() -> SmallAgent:
         devices=("GPU-1",),
         unreadable=f"{NEEDLE} cannot be read",
     )
-    anna = next(process for process in board.processes.values() if process.uid == ANNA)
+    anna = next(process for process in host_snapshot.processes.values() if process.uid == ANNA)
     anna = msgspec.structs.replace(anna, command=f"{COMMAND} of anna")
-    board.processes = {anna.key: anna, of_bert.key: of_bert}
-    board.devices["GPU-1"] = Device(
+    host_snapshot.processes = {anna.key: anna, of_bert.key: of_bert}
+    host_snapshot.devices["GPU-1"] = Device(
         uuid="GPU-1", index="1", vendor="nvidia", model="H100", owner={"pod": f"{NEEDLE}-pod"}
     )
-    board.oom_kills.append(
+    host_snapshot.oom_kills.append(
         OomKill(at_ns=9**17, cgroup=f"/{NEEDLE}-job", job=f"{NEEDLE}-job", uid=BERT, kills=1)
     )
     agent = SmallAgent(
-        Config(triggers=(MetricRule(name="hot", metric="gpu_busy_ratio", above=0.5),)), board
+        Config(triggers=(MetricRule(name="hot", metric="gpu_busy_ratio", above=0.5),)),
+        host_snapshot,
     )
     counts = agent.triggers.counts["hot"]
     counts.last = LastFiring(at_ns=1, request="r", target=f"{NEEDLE}-job", what=NEEDLE, uid=BERT)
@@ -177,7 +178,7 @@ def test_no_answer_says_anything_of_another_user(agent: SmallAgent, who: str) ->
         (route.path, query): answer(agent, PEERS[who], route, query) for route, query in questions()
     }
     texts["/metrics", ""] = render_openmetrics(
-        VisibleSnapshot(agent.board, PEERS[who]), Config(compat=("dcgm",))
+        VisibleSnapshot(agent.host_snapshot, PEERS[who]), Config(compat=("dcgm",))
     )[0].decode()
     assert [asked for asked, text in texts.items() if NEEDLE in text] == []
     if who == "loopback":  # nor of anybody
@@ -200,9 +201,9 @@ def test_no_answer_to_who_only_reads_has_a_command_or_a_place_in_a_program(
     ] == []
     assert (
         COMMAND
-        not in render_openmetrics(VisibleSnapshot(agent.board, reader), Config(compat=("dcgm",)))[
-            0
-        ].decode()
+        not in render_openmetrics(
+            VisibleSnapshot(agent.host_snapshot, reader), Config(compat=("dcgm",))
+        )[0].decode()
     )
 
 

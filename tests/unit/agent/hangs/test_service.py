@@ -62,12 +62,12 @@ class Desk:
         self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot"
     ) -> None:
         self.process, self.noted = process, list[tuple[str, dict[str, object]]]()
-        self.steps, board = StepCounter(), Snapshot()
-        board.processes = {process.key: process}
-        board.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
+        self.steps, host_snapshot = StepCounter(), Snapshot()
+        host_snapshot.processes = {process.key: process}
+        host_snapshot.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
         self.desk = HangService(
             Config(hangs=settings),
-            board,
+            host_snapshot,
             History(None, HistorySettings()),
             self.steps,
             places=TraceDirectories(directory / "traces"),

@@ -230,42 +230,42 @@ def test_listeners_hear_of_each_poll_also_those_that_leave_meanwhile(kernel: Ker
     assert heard == ["once 40@100", "always 40@100", "always 40@100"]
 
 
-# The board, and what is written of it.
+# The snapshot, and what is written of it.
 
 
 def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
-    chance, board, model = (
+    chance, host_snapshot, model = (
         random.Random(1),
         Snapshot(),
         dict[str, dict[tuple[str, tuple[str, ...]], float]](),
     )
     heard: list[tuple[str, int]] = []
-    board.listeners.append(lambda name, sheet: heard.append((name, len(sheet.values))))
+    host_snapshot.listeners.append(lambda name, sheet: heard.append((name, len(sheet.values))))
     for turn in range(200):
         name = chance.choice(("a", "b", "c"))
         if chance.random() < 0.2:
-            board.stale(name)
+            host_snapshot.stale(name)
             model.pop(name, None)
             continue
         values = {
             ("gpu_power_watts", (f"GPU-{name}{row}",)): float(turn)
             for row in range(chance.randrange(4))
         }
-        board.put(
+        host_snapshot.put(
             name,
             [Reading(metric, labels, value) for (metric, labels), value in values.items()],
             turn,
         )
         model[name] = values
         assert heard[-1] == (name, len(values))
-        assert board.series() == sum(map(len, model.values()))
-        assert {series: value for series, value, _ in board.values()} == {
+        assert host_snapshot.series() == sum(map(len, model.values()))
+        assert {series: value for series, value, _ in host_snapshot.values()} == {
             series: value for values in model.values() for series, value in values.items()
         }
-    copied = board.copy()
+    copied = host_snapshot.copy()
     before = list(copied.values())
-    board.put("a", [], 999)
-    board.stale("b")
+    host_snapshot.put("a", [], 999)
+    host_snapshot.stale("b")
     assert list(copied.values()) == before
 
 
@@ -278,19 +278,19 @@ def test_what_a_collector_delivers_replaces_what_it_delivered() -> None:
     ],
 )
 def test_a_reading_that_is_not_declared_is_refused_and_changes_nothing(reading: Reading) -> None:
-    board = Snapshot()
-    board.put("x", [Reading("gpu_power_watts", ("a",), 1.0)], 1)
+    host_snapshot = Snapshot()
+    host_snapshot.put("x", [Reading("gpu_power_watts", ("a",), 1.0)], 1)
     with pytest.raises(ValueError, match="not declared"):
-        board.put("x", [Reading("gpu_power_watts", ("a",), 2.0), reading], 2)
-    assert [value for _, value, _ in board.values()] == [1.0]
+        host_snapshot.put("x", [Reading("gpu_power_watts", ("a",), 2.0), reading], 2)
+    assert [value for _, value, _ in host_snapshot.values()] == [1.0]
 
 
 def test_buckets_of_a_histogram_are_cumulated_to_its_number() -> None:
-    steps, board = StepCounter(), Snapshot()
+    steps, host_snapshot = StepCounter(), Snapshot()
     durations = [0.0004, 0.02, 0.02, 3.0, 1e6]
     steps.report("7@1", "job", 2, durations, 0.5)
-    board.put("steps", steps.readings(), 1_700_000_000_123_456_789)
-    rows = [sample for family in build_families(board) for sample in family.samples]
+    host_snapshot.put("steps", steps.readings(), 1_700_000_000_123_456_789)
+    rows = [sample for family in build_families(host_snapshot) for sample in family.samples]
     buckets = {
         row.labels["le"]: row.value for row in rows if row.name == f"{PREFIX}step_seconds_bucket"
     }

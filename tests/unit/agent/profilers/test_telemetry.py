@@ -37,17 +37,17 @@ class Counting:
 
 
 def _recorded(
-    board: Snapshot,
+    host_snapshot: Snapshot,
     directory: Path,
     seconds: float,
     more: Callable[[Scheduler], Any] = lambda _: None,
 ) -> Any:
     async def live() -> None:
-        scheduler = Scheduler(board, [Counting()])
+        scheduler = Scheduler(host_snapshot, [Counting()])
         scheduler.start()
         try:
-            telemetry = TelemetryProfiler(board, scheduler, "node1")
-            process = board.processes["11@100"]
+            telemetry = TelemetryProfiler(host_snapshot, scheduler, "node1")
+            process = host_snapshot.processes["11@100"]
             recording = asyncio.create_task(
                 telemetry.record(process, Window(0, seconds, None), directory, "node1")
             )
@@ -107,35 +107,37 @@ def test_series_of_other_jobs_are_left_out(tmp_path: Path) -> None:
 
 
 def test_nobody_watches_when_it_is_over_or_cancelled(tmp_path: Path) -> None:
-    board = full_board()
-    _recorded(board, tmp_path, 0.3)
-    assert board.listeners == []
+    host_snapshot = full_board()
+    _recorded(host_snapshot, tmp_path, 0.3)
+    assert host_snapshot.listeners == []
 
     async def cancelled() -> None:
         recording = asyncio.create_task(
-            TelemetryProfiler(board, Scheduler(board, []), "node1").record(
-                board.processes["11@100"], Window(0, 600.0, None), tmp_path, "other"
+            TelemetryProfiler(host_snapshot, Scheduler(host_snapshot, []), "node1").record(
+                host_snapshot.processes["11@100"], Window(0, 600.0, None), tmp_path, "other"
             )
         )
         await asyncio.sleep(0.2)
-        assert len(board.listeners) == 1
+        assert len(host_snapshot.listeners) == 1
         recording.cancel()
         with pytest.raises(asyncio.CancelledError):
             await recording
 
     asyncio.run(cancelled())
-    assert board.listeners == []
+    assert host_snapshot.listeners == []
     assert not (tmp_path / "other.telemetry.json.gz").exists()
 
 
 def test_a_window_without_a_time_and_a_file_that_is_there(tmp_path: Path) -> None:
-    board = full_board()
-    telemetry = TelemetryProfiler(board, Scheduler(board, []), "node1")
+    host_snapshot = full_board()
+    telemetry = TelemetryProfiler(host_snapshot, Scheduler(host_snapshot, []), "node1")
     for window, slug in (
         (Window(0, None, 3), "no-duration"),
         (Window(0, 0.1, None), "cannot-write"),
     ):
         (tmp_path / "node1.telemetry.json.gz").touch()
         with pytest.raises(ProfilerError) as raised:
-            asyncio.run(telemetry.record(board.processes["11@100"], window, tmp_path, "node1"))
+            asyncio.run(
+                telemetry.record(host_snapshot.processes["11@100"], window, tmp_path, "node1")
+            )
         assert raised.value.slug == slug

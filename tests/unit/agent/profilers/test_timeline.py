@@ -377,7 +377,7 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
 ) -> None:
     monkeypatch.setattr("traceloom.agent.profilers.timeline.START_LEAD_S", 0.1)
     read: list[tuple[int, float]] = []
-    board = Snapshot()
+    host_snapshot = Snapshot()
 
     class Counter:
         """Counts its runs; left alone, it runs once a minute."""
@@ -402,8 +402,10 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
         registry = ProfilerRegistry()
         sockets = KinetoSockets(place / "k", registry)
         sockets.start()
-        scheduler = Scheduler(board, [Counter()])
-        board.listeners.append(lambda _, sheet: read.append((sheet.at_ns, *sheet.values.values())))
+        scheduler = Scheduler(host_snapshot, [Counter()])
+        host_snapshot.listeners.append(
+            lambda _, sheet: read.append((sheet.at_ns, *sheet.values.values()))
+        )
         scheduler.start()
         ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
@@ -423,7 +425,7 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
             RequestStore(None),
             TraceDirectories(place / "traces"),
             "",
-            {"telemetry": lambda: TelemetryProfiler(board, scheduler, "node1")},
+            {"telemetry": lambda: TelemetryProfiler(host_snapshot, scheduler, "node1")},
         )
         stand_in = StandIn(place / "k" / str(os.geteuid()), at_the_instant, [])
         try:

@@ -27,8 +27,8 @@ def _samples(text: bytes, parse=parse_openmetrics):
 
 
 def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
-    board = full_board()
-    text, kind = render_openmetrics(board, Config(), OPENMETRICS)
+    host_snapshot = full_board()
+    text, kind = render_openmetrics(host_snapshot, Config(), OPENMETRICS)
     assert kind.startswith("application/openmetrics-text; version=1.0.0")
     families = {family.name: family for family in parse_openmetrics(text.decode())}
     assert len(families) == len(METRICS)
@@ -40,7 +40,7 @@ def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
             metric.help,
         )
     samples = _samples(text)
-    for (name, labels), value, _ in board.values():
+    for (name, labels), value, _ in host_snapshot.values():
         pairs = [
             (label, text) for label, text in zip(METRICS[name].labels, labels, strict=True) if text
         ]
@@ -48,11 +48,11 @@ def test_every_series_is_in_the_text_with_kind_unit_and_help() -> None:
 
 
 def test_the_plain_format_has_the_same_series() -> None:
-    board = full_board()
-    plain, kind = render_openmetrics(board, Config(), "text/plain")
+    host_snapshot = full_board()
+    plain, kind = render_openmetrics(host_snapshot, Config(), "text/plain")
     assert kind.startswith("text/plain; version=0.0.4")
     assert _samples(plain, parse_plain) == _samples(
-        render_openmetrics(board, Config(), OPENMETRICS)[0]
+        render_openmetrics(host_snapshot, Config(), OPENMETRICS)[0]
     )
 
 
@@ -87,10 +87,12 @@ def test_an_empty_board_is_an_empty_text() -> None:
 
 
 def test_a_series_of_two_collectors_stands_once() -> None:
-    board = Snapshot()
-    board.put("a", [Reading("gpu_power_watts", ("GPU-0",), 1.0)], 1)
-    board.put("b", [Reading("gpu_power_watts", ("GPU-0",), 2.0)], 2)
-    assert render_openmetrics(board, Config())[0].count(b"\ntraceloom_gpu_power_watts{") == 1
+    host_snapshot = Snapshot()
+    host_snapshot.put("a", [Reading("gpu_power_watts", ("GPU-0",), 1.0)], 1)
+    host_snapshot.put("b", [Reading("gpu_power_watts", ("GPU-0",), 2.0)], 2)
+    assert (
+        render_openmetrics(host_snapshot, Config())[0].count(b"\ntraceloom_gpu_power_watts{") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,14 +112,16 @@ def test_the_format_that_the_scraper_prefers(accept: str, openmetrics: bool) -> 
 
 
 def test_every_alias_of_dcgm_exporter_is_published_with_its_labels_and_unit() -> None:
-    board = full_board()
+    host_snapshot = full_board()
     samples = _samples(
-        render_openmetrics(board, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0]
+        render_openmetrics(host_snapshot, Config(host="node1", compat=("dcgm",)), OPENMETRICS)[0]
     )
     aliases = {alias.name for metric in METRICS.values() for alias in metric.dcgm_aliases}
     published = {name for name, _ in samples if name.startswith("DCGM_FI_")}
     assert published <= aliases
-    values = {name: value for (name, labels), value, _ in board.values() if "GPU-0" in labels}
+    values = {
+        name: value for (name, labels), value, _ in host_snapshot.values() if "GPU-0" in labels
+    }
     labels = {
         "gpu": "0",
         "UUID": "GPU-0",
@@ -143,14 +147,14 @@ def test_without_the_switch_there_is_no_name_of_dcgm() -> None:
 
 
 def test_a_partition_has_the_labels_of_its_device_with_profile_and_number() -> None:
-    board = full_board()
-    board.put(
+    host_snapshot = full_board()
+    host_snapshot.put(
         "mig",
         [Reading("gpu_busy_ratio", ("MIG-1",), 0.5), Reading("gpu_busy_ratio", ("gone",), 0.5)],
         1,
     )
-    board.results.pop("all")
-    samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    host_snapshot.results.pop("all")
+    samples = _samples(render_openmetrics(host_snapshot, Config(compat=("dcgm",)), OPENMETRICS)[0])
     ((name, pairs),) = [key for key in samples if key[0].startswith("DCGM")]
     labels = dict(pairs)
     assert (name, labels["UUID"], labels["gpu"], labels["GPU_I_PROFILE"], labels["GPU_I_ID"]) == (
@@ -165,10 +169,10 @@ def test_a_partition_has_the_labels_of_its_device_with_profile_and_number() -> N
 def test_a_device_of_two_jobs_names_none() -> None:
     from support.agent_server import process
 
-    board = full_board()
+    host_snapshot = full_board()
     other = process(33, 1, "slurm-9", 0)
-    board.processes[other.key] = other
-    samples = _samples(render_openmetrics(board, Config(compat=("dcgm",)), OPENMETRICS)[0])
+    host_snapshot.processes[other.key] = other
+    samples = _samples(render_openmetrics(host_snapshot, Config(compat=("dcgm",)), OPENMETRICS)[0])
     jobs = {
         dict(labels)["UUID"]: dict(labels).get("hpc_job")
         for name, labels in samples

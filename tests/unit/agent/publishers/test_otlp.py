@@ -79,17 +79,17 @@ def _attributes(holder):
 
 @pytest.fixture(scope="module")
 def delivered():
-    """The board, the headers, and what the receiver got."""
-    board = full_board()
+    """The snapshot, the headers, and what the receiver got."""
+    host_snapshot = full_board()
     with receiver() as server:
         publisher = _publisher(server)
-        publisher.put(board)
+        publisher.put(host_snapshot)
         publisher.close()
         assert (publisher.failures, publisher.trouble) == (0, "")
         ((path, headers, body),) = server.taken
     assert path == "/v1/metrics"
     resource, metrics = _metrics(body)
-    return board, headers, resource, metrics
+    return host_snapshot, headers, resource, metrics
 
 
 def test_the_resource_is_the_host(delivered) -> None:
@@ -101,8 +101,8 @@ def test_the_resource_is_the_host(delivered) -> None:
 
 
 def test_names_units_and_values_are_those_of_the_conventions(delivered) -> None:
-    board, _, _, metrics = delivered
-    values = {series: value for series, value, _ in board.values()}
+    host_snapshot, _, _, metrics = delivered
+    values = {series: value for series, value, _ in host_snapshot.values()}
     points = {
         (name, tuple(sorted(_attributes(point).items()))): point.as_double
         for name, metric in metrics.items()
@@ -138,7 +138,7 @@ def test_names_units_and_values_are_those_of_the_conventions(delivered) -> None:
 
 
 def test_counters_are_cumulative_sums_and_gauges_are_gauges(delivered) -> None:
-    board, _, _, metrics = delivered
+    host_snapshot, _, _, metrics = delivered
     for metric in METRICS.values():
         if not metric.opentelemetry_name:
             continue
@@ -155,12 +155,15 @@ def test_counters_are_cumulative_sums_and_gauges_are_gauges(delivered) -> None:
             )
             assert all(0 < p.start_time_unix_nano < p.time_unix_nano for p in sent.sum.data_points)
     (first, _) = metrics["process.disk.io"].sum.data_points
-    assert first.start_time_unix_nano == board.processes["11@100"].started_ns
+    assert first.start_time_unix_nano == host_snapshot.processes["11@100"].started_ns
     assert (
         metrics["traceloom.dataloader.wait"].sum.data_points[0].start_time_unix_nano
-        == board.started_ns
+        == host_snapshot.started_ns
     )
-    assert metrics["system.cpu.time"].sum.data_points[0].start_time_unix_nano < board.started_ns
+    assert (
+        metrics["system.cpu.time"].sum.data_points[0].start_time_unix_nano
+        < host_snapshot.started_ns
+    )
 
 
 def test_a_histogram_keeps_its_buckets(delivered) -> None:
@@ -222,7 +225,7 @@ def test_closing_ends_a_delivery_that_waits() -> None:
 
 def test_counters_say_when_they_began_to_count(delivered) -> None:
     """Those of a process with it, those of the agent with the agent, those of the kernel and of devices with the host."""
-    board, _, _, metrics = delivered
+    host_snapshot, _, _, metrics = delivered
     booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     starts: dict[str, set[int]] = {}
     for metric in METRICS.values():
@@ -233,9 +236,9 @@ def test_counters_say_when_they_began_to_count(delivered) -> None:
             starts[metric.name] = {point.start_time_unix_nano for point in points}
             assert all(point.time_unix_nano >= point.start_time_unix_nano for point in points)
     assert starts["process_cpu_seconds_total"] == {
-        process.started_ns for process in board.processes.values()
+        process.started_ns for process in host_snapshot.processes.values()
     }
     for name in ("agent_requests_total", "collector_failures_total", "job_energy_joules_total"):
-        assert starts[name] == {board.started_ns}
+        assert starts[name] == {host_snapshot.started_ns}
     for name in ("host_cpu_seconds_total", "gpu_energy_joules_total", "cgroup_cpu_seconds_total"):
         assert all(abs(start - booted_ns) < 10**9 for start in starts[name])

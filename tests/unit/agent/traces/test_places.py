@@ -272,7 +272,7 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
         )
         desk.places.prepare(UID, name)
         (desk.places.of_request(UID, name) / "capture.json").write_text("{}")
-    desk.forget_old()
+    desk.delete_expired()
     asyncio.run(desk.close())  # the disk's thread has done it then
     assert set(desk.requests) == {"new", "open"}
     assert not desk.places.of_request(UID, "old").exists()

@@ -45,18 +45,18 @@ def metric_rule(condition: str) -> MetricRule:
 
 
 class Watched:
-    """A rule on a metric, a board that the test writes, and all that was ever delivered."""
+    """A rule on a metric, a snapshot that the test writes, and all that was ever delivered."""
 
     def __init__(self, condition: str, *, there: bool = True) -> None:
         self.rule = metric_rule(condition)
-        self.board = Snapshot()
-        self.values = SeriesValues(self.board, [match_rule_series(self.rule)])
+        self.host_snapshot = Snapshot()
+        self.values = SeriesValues(self.host_snapshot, [match_rule_series(self.rule)])
         self.watch = MetricWatch(self.rule, self.values, lambda _: there)
         self.history: list[tuple[int, dict[str, float]]] = []
 
     def deliver(self, at_ns: int, values: dict[str, float]) -> set[str]:
         """Devices for which the rule holds after this delivery."""
-        self.board.put(
+        self.host_snapshot.put(
             "gpu",
             [Reading("gpu_power_watts", (device,), value) for device, value in values.items()],
             at_ns,
@@ -141,14 +141,14 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
         "host_network_bytes_total",
         [(f"eth{card}", way) for card in range(3) for way in ("receive", "transmit")],
     )
-    board = Snapshot()
+    host_snapshot = Snapshot()
     asked = [
         match_series(metric, {}),
         match_series(metric, {"interface": "eth1"}),
         match_series(metric, {"direction": "transmit"}),
         match_series(metric, {"direction": "receive", "interface": "eth2"}),
     ]
-    values = SeriesValues(board, asked)
+    values = SeriesValues(host_snapshot, asked)
     before: dict[str, tuple[int, dict[tuple[str, str], float]]] = {}
     rates: dict[str, dict[tuple[str, str], float]] = {}
     now_ns = START_NS
@@ -157,12 +157,12 @@ def test_counters_are_rates_between_two_deliveries_of_their_collector(seed: int)
         collector = chance.choice(("network", "other"))
         own = names[:4] if collector == "network" else names[4:]
         if chance.random() < 0.1:
-            board.stale(collector)
+            host_snapshot.stale(collector)
             before.pop(collector, None)
             rates.pop(collector, None)
         else:
             totals = {name: float(chance.randrange(10**6)) for name in own if chance.random() < 0.9}
-            board.put(
+            host_snapshot.put(
                 collector, [Reading(metric, name, total) for name, total in totals.items()], now_ns
             )
             at_ns, old = before.get(collector, (now_ns, {}))
@@ -309,8 +309,8 @@ def test_a_clock_that_was_set_back_keeps_no_rule_waiting_longer_than_its_cooldow
 
 
 def crowd(chance: random.Random) -> Snapshot:
-    board = Snapshot()
-    board.devices = {
+    host_snapshot = Snapshot()
+    host_snapshot.devices = {
         **{
             uuid: Device(uuid=uuid, index=str(row), vendor="nvidia", model="H100")
             for row, uuid in enumerate(DEVICES)
@@ -335,21 +335,24 @@ def crowd(chance: random.Random) -> Snapshot:
             owner=Owner(job=job, rank=rank, devices=devices[1:]),
         )
         processes[made.key] = made
-    board.processes = processes
-    return board
+    host_snapshot.processes = processes
+    return host_snapshot
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_processes_that_labels_name(seed: int) -> None:
-    board = crowd(random.Random(seed))
-    everybody, index = list(board.processes.values()), ProcessIndex(board)
+    host_snapshot = crowd(random.Random(seed))
+    everybody, index = list(host_snapshot.processes.values()), ProcessIndex(host_snapshot)
 
     def keys(some: list[Process]) -> set[str]:
         assert len({each.key for each in some}) == len(some)  # nobody twice
         return {each.key for each in some}
 
     for device in (*DEVICES, "MIG-1", "GPU-9"):
-        of = {device, *(uuid for uuid, each in board.devices.items() if each.parent == device)}
+        of = {
+            device,
+            *(uuid for uuid, each in host_snapshot.devices.items() if each.parent == device),
+        }
         expected = {p.key for p in everybody if of & {*p.devices, *p.owner.devices}}
         assert keys(index.find_by_labels({"device": device})) == expected
     for group in ("/a", "/b", "/c"):
@@ -369,7 +372,7 @@ def test_the_processes_that_labels_name(seed: int) -> None:
             }
     assert keys(index.find_by_labels({"process": "3@1", "device": "GPU-0"})) == {"3@1"}
     assert index.find_by_labels({"process": "99@1"}) == []
-    assert keys(index.find_by_labels({})) == set(board.processes)
+    assert keys(index.find_by_labels({})) == set(host_snapshot.processes)
     assert keys(filter_by_owner(everybody, {"job": "j1", "rank": "1", "device": "GPU-0"})) == {
         p.key for p in everybody if p.owner.job == "j1" and p.owner.rank == 1
     }
@@ -379,20 +382,20 @@ def test_the_processes_that_labels_name(seed: int) -> None:
 
 
 def test_the_index_follows_the_board() -> None:
-    board = crowd(random.Random(0))
-    index = ProcessIndex(board)
+    host_snapshot = crowd(random.Random(0))
+    index = ProcessIndex(host_snapshot)
     assert index.find_by_labels({"job": "j1"})
-    board.processes = {}
+    host_snapshot.processes = {}
     assert index.find_by_labels({"job": "j1"}) == index.list_job_processes(0, "j1") == []
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
     chance = random.Random(seed)
-    board, steps = Snapshot(), StepCounter()
+    host_snapshot, steps = Snapshot(), StepCounter()
     ranks = [worker(number, rank=number) for number in range(chance.randrange(1, 9))]
     launcher = worker(20)  # polls too, and has no rank
-    board.processes = {each.key: each for each in (*ranks, launcher)}
+    host_snapshot.processes = {each.key: each for each in (*ranks, launcher)}
     means = {}
     for each in ranks:
         durations = [chance.uniform(0.1, 0.2) for _ in range(chance.randrange(1, 5))]
@@ -400,7 +403,11 @@ def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
         means[each.key] = sum(durations) / len(durations)
     made = rule('on = "cadence"\nevery = 3600\ntarget = "slowest-and-median"')
     (target,) = select_targets(
-        made, [launcher, *ranks[:1]], ProcessIndex(board), set(board.processes), steps
+        made,
+        [launcher, *ranks[:1]],
+        ProcessIndex(host_snapshot),
+        set(host_snapshot.processes),
+        steps,
     )
     ordered = sorted(means, key=lambda key: means[key])
     assert {each.key for each in target.processes} == {
@@ -408,11 +415,11 @@ def test_the_slowest_and_the_median_rank_by_sorted_means(seed: int) -> None:
         ordered[(len(ordered) - 1) // 2],
     }
     assert target.refusal is None
-    (nobody,) = select_targets(made, ranks[:1], ProcessIndex(board), set(), steps)
+    (nobody,) = select_targets(made, ranks[:1], ProcessIndex(host_snapshot), set(), steps)
     assert nobody.refusal is not None
     assert nobody.refusal.reason == "not-registered"
     (unknown,) = select_targets(
-        made, ranks[:1], ProcessIndex(board), set(board.processes), StepCounter()
+        made, ranks[:1], ProcessIndex(host_snapshot), set(host_snapshot.processes), StepCounter()
     )
     assert unknown.refusal is not None
     assert (unknown.refusal.reason, unknown.processes) == ("no-steps", ())

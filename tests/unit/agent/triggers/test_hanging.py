@@ -14,7 +14,7 @@ from traceloom.agent.history import History
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.traces.files import TraceDirectories
-from traceloom.agent.triggers.watches import HangRuleWatch
+from traceloom.agent.triggers.watches import HangWatch
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def record(
 
 def test_each_hang_fires_once_when_it_is_described(desk: HangService) -> None:
     desk.records.append(record("before"))
-    watch = HangRuleWatch(desk)
+    watch = HangWatch(desk)
     assert list(watch.look(time.time_ns())) == []
     desk.records.append(record("new", sentence=""))
     assert list(watch.look(0)) == []  # it is being looked at
@@ -58,7 +58,7 @@ def test_each_hang_fires_once_when_it_is_described(desk: HangService) -> None:
 
 
 def test_where_hangs_are_not_watched_for_it_says_so(desk: HangService) -> None:
-    watch = HangRuleWatch(desk)
+    watch = HangWatch(desk)
     assert watch.trouble() == ""
     desk.config = Config(hangs=Hangs(watch=False))
     assert "hangs.watch" in watch.trouble()

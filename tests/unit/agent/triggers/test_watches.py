@@ -154,11 +154,11 @@ def test_a_launcher_that_polls_too_is_not_traced_beside_its_ranks(target: str) -
 
 def test_a_partition_of_a_device_with_an_error() -> None:
     async def test(rules: Rules) -> None:
-        rules.board.devices = {
+        rules.host_snapshot.devices = {
             uuid: Device(uuid=uuid, index="0", vendor="nvidia", model="", parent=parent)
             for uuid, parent in (("GPU-9", ""), ("GPU-1", "GPU-9"))
         }
-        rules.board.events = [DeviceEvent(at_ns=1, device="GPU-9", kind="xid", code=94)]
+        rules.host_snapshot.events = [DeviceEvent(at_ns=1, device="GPU-9", kind="xid", code=94)]
         (request,) = await rules.after(1)
         assert [target.rank for target in request.targets] == [1]
 
@@ -202,12 +202,12 @@ def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
         assert rules.triggers.trouble() == {}
         assert await rules.after(1) == []
         kill = OomKill(at_ns=START_NS, cgroup="/job", job="job", uid=0, kills=1)
-        rules.board.oom_kills = [kill]
+        rules.host_snapshot.oom_kills = [kill]
         (request,) = await rules.after(1)
         assert request.trigger is not None
         assert request.trigger.what == "1 process killed for want of memory in /job"
         assert await rules.after(10_000) == []
-        rules.board.oom_kills = [
+        rules.host_snapshot.oom_kills = [
             kill,
             OomKill(at_ns=START_NS + 1, cgroup="/gone", job="gone", uid=0, kills=1),
         ]
@@ -220,15 +220,17 @@ def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
 def test_errors_of_devices() -> None:
     async def test(rules: Rules) -> None:
         assert "NVIDIA" in rules.triggers.trouble()["rule"]
-        rules.board.devices = {"GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="")}
+        rules.host_snapshot.devices = {
+            "GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="")
+        }
         assert rules.triggers.trouble() == {}
         events = [
             DeviceEvent(at_ns=1, device="GPU-1", kind="xid", code=13),
             DeviceEvent(at_ns=2, device="GPU-1", kind="ecc", code=79),
         ]
-        rules.board.events = events
+        rules.host_snapshot.events = events
         assert await rules.after(1) == []
-        rules.board.events = [
+        rules.host_snapshot.events = [
             *events,
             DeviceEvent(at_ns=3, device="GPU-1", kind="xid", code=79, text="fell off"),
         ]

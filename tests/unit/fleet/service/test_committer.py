@@ -62,17 +62,17 @@ def test_it_writes_what_waits_once_and_is_replaced_when_it_is_killed(
         pass
     engine.close()
     pipeline.lead()
-    assert stores.state.rows_wait(minutes=False)
+    assert stores.state.has_rows_to_commit(minutes=False)
     before = writers()
     assert pipeline.commit() == 2
     [pid] = writers() - before
     assert pipeline.commit() == 0  # by the same process
     assert writers() - before == {pid}
-    assert not stores.state.rows_wait(minutes=False)
+    assert not stores.state.has_rows_to_commit(minutes=False)
     os.kill(pid, signal.SIGINT)  # Ctrl-C in a terminal reaches it too
     stores.state.say_of_jobs({"job": JobFacts(user="ada")}, 5)
-    assert not stores.state.rows_wait(minutes=False)
-    assert stores.state.rows_wait(minutes=True)
+    assert not stores.state.has_rows_to_commit(minutes=False)
+    assert stores.state.has_rows_to_commit(minutes=True)
     assert pipeline.commit(minutes=False) == 0
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(OutputError, match="-9") as killed:

@@ -66,7 +66,7 @@ async def sent(content: bytes) -> AsyncIterator[bytes]:
 def with_desk(tmp_path: Path, test: Callable[[HostRegistry], Awaitable[None]]) -> None:
     async def run() -> None:
         state = ServiceState(str(tmp_path / "state.db"))
-        assert state.lead(LEADER, "term", 600) or state.keep_leading(LEADER, "term", 600)
+        assert state.lead(LEADER, "term", 600) or state.renew_lease(LEADER, "term", 600)
         desk = HostRegistry(state, tmp_path / "from-hosts", "term")
         await desk.start()
         try:

@@ -204,7 +204,7 @@ def test_minutes_wait_for_their_turn_and_captures_do_not(
     pipeline = CapturePipeline(*alone, ProcessEngine(1), commit_s=0.1)
     pipeline.start()
     try:
-        until(lambda: not alone.state.rows_wait(minutes=True))  # the first is at once
+        until(lambda: not alone.state.has_rows_to_commit(minutes=True))  # the first is at once
         alone.state.add_usage("n", {6: "[]"})
         add_capture(alone, "c1")
         pipeline.look()

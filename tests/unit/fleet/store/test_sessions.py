@@ -23,7 +23,7 @@ def test_a_session_is_that_of_its_token_until_it_ends(kind: Kind, tmp_path: Path
         assert secret != other
         assert state.session(secret) == hash_secret(token)
         assert state.session(token) is None, "a token is no session"
-        record = state.token_of(hash_secret(token))
+        record = state.find_token_by_hash(hash_secret(token))
         assert record is not None
         assert (record.name, record.role) == ("ana", "requester")
         over = state.open_session(token, -1)
@@ -32,6 +32,6 @@ def test_a_session_is_that_of_its_token_until_it_ends(kind: Kind, tmp_path: Path
         assert state.session(secret) is None
         assert state.session(other) is not None
         state.revoke_token("ana")
-        assert state.token_of(hash_secret(token)) is None
+        assert state.find_token_by_hash(hash_secret(token)) is None
     finally:
         state.close()

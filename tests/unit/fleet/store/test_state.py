@@ -212,7 +212,7 @@ def test_one_of_several_leads_until_its_lease_ends_or_it_resigns(url: str) -> No
 def test_who_led_once_changes_nothing_any_more(url: str) -> None:
     state = ServiceState(url)
     assert state.lead(LEADER, "first", 0)
-    assert state.keep_leading(LEADER, "first", 0)  # its time is over, and nobody else took it
+    assert state.renew_lease(LEADER, "first", 0)  # its time is over, and nobody else took it
     state.put_request("r", 1, "by the first", "first", ended=False)
     state.put_host("a", "secret")
     state.add_usage("a", {5: "[]"})
@@ -234,7 +234,7 @@ def test_who_led_once_changes_nothing_any_more(url: str) -> None:
         with pytest.raises(OutputError) as raised:
             change()
         assert raised.value.slug == "not-leading"
-    assert not state.keep_leading(LEADER, "first", 600)
+    assert not state.renew_lease(LEADER, "first", 600)
     assert state.requests() == ["by the first"]
     assert state.lead(LEADER, "third", 600)
     assert state.open_batch(9, "third") == batch

@@ -68,7 +68,7 @@ def test_minutes_are_in_one_batch_each_the_oldest_first(state: ServiceState, see
         else:
             most = order.randrange(1, 6)
             expected, batch = model.open(most), state.open_usage(most, "me")
-            assert state.rows_wait(minutes=True) == bool(expected)
+            assert state.has_rows_to_commit(minutes=True) == bool(expected)
             if batch is None:
                 assert not expected
                 continue
@@ -133,7 +133,7 @@ def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(
         ("b", 12, JobFacts(user="eve", labels={"x": "1"})),
         ("b", 13, JobFacts(user="eve", labels={"x": "1", "y": "2"})),
     ]
-    assert not state.rows_wait(minutes=True)
+    assert not state.has_rows_to_commit(minutes=True)
     state.say_of_jobs({"old": JobFacts(user="eve")}, now_ns - 91 * 86_400 * 10**9)
     assert state.open_job_facts(9, "me") is not None
     state.close_job_facts(state.number("jobs"), "me")
@@ -146,7 +146,7 @@ def test_facts_of_jobs_are_a_row_for_each_change_and_what_was_said_last_is_kept(
 
 
 def test_captures_wait_though_minutes_do_not(state: ServiceState) -> None:
-    assert not state.rows_wait(minutes=True)
+    assert not state.has_rows_to_commit(minutes=True)
     state.add_usage("n2", {3: "[]"})
-    assert not state.rows_wait(minutes=False)
-    assert state.rows_wait(minutes=True)
+    assert not state.has_rows_to_commit(minutes=False)
+    assert state.has_rows_to_commit(minutes=True)

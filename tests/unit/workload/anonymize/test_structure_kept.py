@@ -385,7 +385,7 @@ WORKLOADS: dict[str, tuple[list[list[Node]], Any]] = {
 }
 
 
-def nodes_of(folder: Path) -> list[list[Node]]:
+def node_mask(folder: Path) -> list[list[Node]]:
     out = []
     for path in sorted(folder.glob("*.et")):
         with EtReader(path) as reader:
@@ -416,9 +416,9 @@ def test_a_workload_breaks_the_same_rules_before_and_after(
 def test_nodes_keep_ids_kinds_durations_and_dependencies(tmp_path: Path, workload: str) -> None:
     ranks, groups = WORKLOADS[workload]
     source = write_set(tmp_path / "in", *ranks, groups=groups)
-    after = nodes_of(shared(source, tmp_path / "out"))
+    after = node_mask(shared(source, tmp_path / "out"))
     assert len(after) == len(ranks)
-    for old_nodes, new_nodes in zip(nodes_of(source), after, strict=True):
+    for old_nodes, new_nodes in zip(node_mask(source), after, strict=True):
         for old, new in zip(old_nodes, new_nodes, strict=True):
             for field in ("id", "type", "duration_micros", "data_deps", "ctrl_deps"):
                 assert getattr(new, field) == getattr(old, field)
@@ -439,7 +439,7 @@ def test_a_group_file_of_either_name_keeps_its_members(
     assert sorted(groups.values()) == [[0, 1], [1]]
     (hidden,) = {
         a.string_val
-        for nodes in nodes_of(outcome.output)
+        for nodes in node_mask(outcome.output)
         for n in nodes
         for a in n.attr
         if a.name == "pg_name"
@@ -468,7 +468,7 @@ def test_sizes_of_every_type_are_rounded_within_it(tmp_path: Path, member: str, 
     source = write_set(
         tmp_path / "in", [node(at + 1, **{name: (member, size)}) for at, size in enumerate(sizes)]
     )
-    (nodes,) = nodes_of(shared(source, tmp_path / "out"))
+    (nodes,) = node_mask(shared(source, tmp_path / "out"))
     rounded = [getattr(made.attr[0], member) for made in nodes]
     for size, shown in zip(sizes, rounded, strict=True):
         assert 1 / 2**0.5 - 1e-6 <= (shown / size if size else 1) <= 2**0.5 + 1e-6
@@ -485,7 +485,7 @@ def test_uneven_exchanges_at_the_limit_and_odd_names_of_tensors_are_rewritten(
         ["weight", "700", "bias", "²", "x", "٣", "y", "9" * 21]
     )
     source = write_set(tmp_path / "in", [made])
-    ((after,),) = nodes_of(shared(source, tmp_path / "out"))
+    ((after,),) = node_mask(shared(source, tmp_path / "out"))
     splits, inputs = (list(getattr(a, a.WhichOneof("value")).values) for a in after.attr)
     assert splits == [2**63 - 1, 512, 0, -(2**63)]
     assert inputs[1] == "512"
@@ -498,7 +498,7 @@ def test_chains_that_last_longer_than_any_clock_are_joined(tmp_path: Path) -> No
         node(at, deps=[at - 1] if at else [], us=2**63, num_ops=2**63 - 1) for at in range(3)
     ]
     source = write_set(tmp_path / "in", longest)
-    ((joined,),) = nodes_of(shared(source, tmp_path / "out", Policy(structure="collapse")))
+    ((joined,),) = node_mask(shared(source, tmp_path / "out", Policy(structure="collapse")))
     assert joined.duration_micros == 2**64 - 1
 
 
@@ -543,7 +543,7 @@ def test_collapsing_any_workload_keeps_the_longest_path_and_all_communication(
             )
         made.append(one)
     source = write_set(tmp_path / "in", made)
-    (after,) = nodes_of(shared(source, tmp_path / "out", Policy(structure="collapse")))
+    (after,) = node_mask(shared(source, tmp_path / "out", Policy(structure="collapse")))
     assert longest(after) == longest(made)
     assert [n.id for n in after if n.type == 7] == [n.id for n in made if n.type == 7]
     assert {n.id for n in after} <= {n.id for n in made}

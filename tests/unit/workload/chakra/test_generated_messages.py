@@ -21,12 +21,12 @@ from traceloom.workload.chakra.generate import (
     generate_pipeline,
     generate_transformer,
 )
-from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM
 
 SEND, RECEIVE = NodeType.COMM_SEND_NODE, NodeType.COMM_RECV_NODE
 Nodes = list[dict[str, Any]]
 
-ABLE = {algorithm: tuple(sorted(kinds)) for algorithm, kinds in KINDS_OF.items()}
+ABLE = {algorithm: tuple(sorted(kinds)) for algorithm, kinds in KINDS_BY_ALGORITHM.items()}
 EACH = [(algorithm, kind) for algorithm, able in ABLE.items() for kind in able]
 
 
@@ -39,7 +39,7 @@ def one(kind: str, ranks: int, algorithm: str, compute_us: int = 0) -> list[Node
     return made(generate_collectives(CollectiveOptions(kind, ranks, 1000, algorithm, compute_us)))
 
 
-def nodes_of(program: RankProgram) -> Nodes:
+def node_mask(program: RankProgram) -> Nodes:
     """The nodes of one rank, each with the ids that it waits for."""
     plain = program.plain()
     awaited = defaultdict(list)
@@ -53,7 +53,7 @@ def nodes_of(program: RankProgram) -> Nodes:
 
 
 def made(generated: Generated) -> list[Nodes]:
-    return [nodes_of(program) for program in generated.programs]
+    return [node_mask(program) for program in generated.programs]
 
 
 def messages(ranks: list[Nodes], kind: int = SEND) -> Counter[tuple[int, int, int, int]]:

@@ -13,7 +13,7 @@ from support.small_graph import small_graph
 from traceloom.errors import InputError, OutputError, UsageError
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
 from traceloom.formats.chakra.files import EtReader, write
-from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, make_empty_frame
+from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, build_empty_frame
 from traceloom.workload.chakra.graph_read import (
     convert_from_messages,
     convert_to_messages,
@@ -79,7 +79,7 @@ def test_one_rank_goes_into_a_file(tmp_path: Path, name: str) -> None:
 
 def test_an_empty_graph_comes_back() -> None:
     ranks = pl.DataFrame([{"rank": 0, "host": "h"}], schema=GRAPH_SCHEMAS["ranks"])
-    graph = Graph(make_empty_frame("nodes"), make_empty_frame("edges"), ranks=ranks)
+    graph = Graph(build_empty_frame("nodes"), build_empty_frame("edges"), ranks=ranks)
     same(graph, convert_from_messages([convert_to_messages(graph, 0)]))
 
 

@@ -54,7 +54,7 @@ def test_a_linked_graph_comes_back_and_takes_as_long_after_any_change(
         for each in (graph, back):
             work = each.nodes["work_ns"].to_numpy()
             times = Plan(each).evaluate(
-                work_ns=np.where(each.nodes_of("kernel"), np.rint(work * factor), work).astype(
+                work_ns=np.where(each.node_mask("kernel"), np.rint(work * factor), work).astype(
                     np.int64
                 )
             )

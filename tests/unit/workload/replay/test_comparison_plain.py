@@ -20,7 +20,7 @@ from traceloom.workload.replay.plan import (
     PLAN_SCHEMAS,
     REPLACED,
     STAND_INS,
-    RankReplayed,
+    RankReplayResult,
     Replayed,
     ReplayPlan,
 )
@@ -174,7 +174,7 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
     return plan, Replayed("made up", "cpu", "fast", 0, {}, results), made
 
 
-def result_of(rank: int, about: Made) -> RankReplayed:
+def result_of(rank: int, about: Made) -> RankReplayResult:
     timed = [(at, entry) for at, entry in enumerate(about.ops) if entry.replayed is not None]
     frames: dict[str, list[dict[str, Any]]] = {"failed": [], "other-shape": [], "stand-in": []}
     for at, entry in enumerate(about.ops):
@@ -183,7 +183,7 @@ def result_of(rank: int, about: Made) -> RankReplayed:
             frames[entry.outcome].append(
                 row | ({"reason": entry.reason} if entry.outcome == "stand-in" else {})
             )
-    return RankReplayed(
+    return RankReplayResult(
         rank,
         tuple(about.passes),
         tuple(time - 1 for time in about.passes),

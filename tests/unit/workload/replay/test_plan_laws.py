@@ -183,7 +183,7 @@ def test_storages_live_from_their_first_use_to_their_last(seed: int) -> None:
         pl.lit(7, pl.UInt32).alias("first_op"), pl.lit(7, pl.UInt32).alias("last_op")
     )
     rows = rows_of(plan)
-    for storage in replace(plan, storages=storages).with_lives().storages.to_dicts():
+    for storage in replace(plan, storages=storages).with_computed_lifetimes().storages.to_dicts():
         of = {row["tensor"] for row in rows["tensors"] if row["storage"] == storage["storage"]}
         users = [op["op"] for op in rows["ops"] if of & {*op["inputs"], *op["outputs"]}]
         assert (storage["first_op"], storage["last_op"]) == (

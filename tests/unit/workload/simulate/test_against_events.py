@@ -12,13 +12,13 @@ import pytest
 
 from support.workload import collective, node, receive, send, write_set
 from traceloom.formats.chakra.et_pb2 import Node
-from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM
 from traceloom.workload.simulate.machine import AlgorithmRule, Dimension, Machine
 from traceloom.workload.simulate.native import run
 from traceloom.workload.simulate.result import Simulation
 
 RATE, LATENCY = 8, 500  # B/ns and ns: of sizes that they divide every time is whole
-RULES = tuple(AlgorithmRule(kind, "direct") for kind in KINDS_OF["direct"])  # type: ignore[arg-type]
+RULES = tuple(AlgorithmRule(kind, "direct") for kind in KINDS_BY_ALGORITHM["direct"])  # type: ignore[arg-type]
 
 
 @dataclass

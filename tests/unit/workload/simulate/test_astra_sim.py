@@ -43,7 +43,7 @@ def test_as_a_whole_and_message_by_message(
         ]
         for rank in range(8)
     ]
-    nodes = astra_sim.nodes_of(astra_sim.workload(write_set(tmp_path / "set", *ranks)))
+    nodes = astra_sim.node_mask(astra_sim.workload(write_set(tmp_path / "set", *ranks)))
     network = astra_sim.network(topology, "8", "20", "300")
     system = astra_sim.system(implementation, splits=2)
     for aware in (False, True):
@@ -67,7 +67,7 @@ def test_one_rank_stands_for_all_where_all_begin_at_once(
     read = astra_sim.two_collectives(tmp_path / "set", kind, ranks, 120_000)
     system = astra_sim.system("direct", splits=2)
     whole, parts = (
-        astra_sim.ends(astra_sim.nodes_of(read), None, network, system, aware=True, whole=whole)
+        astra_sim.ends(astra_sim.node_mask(read), None, network, system, aware=True, whole=whole)
         for whole in (True, False)
     )
     assert whole == parts

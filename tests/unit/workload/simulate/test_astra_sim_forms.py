@@ -12,7 +12,7 @@ from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import UsageError
 from traceloom.workload.simulate.astra_sim.run import simulate
 
-GIB = (1 << 30) / 1e9  # bytes per ns of one GB/s
+GIB_PER_GB = (1 << 30) / 1e9  # bytes per ns of one GB/s
 MEMORY = 1600.0
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
@@ -22,7 +22,7 @@ def message(
 ) -> int:
     """Hops times the latency and the bytes over the bandwidth, in whole ns."""
     hops = {"Ring": min(distance, ranks - distance), "Switch": 2, "FullyConnected": 1}[topology]
-    return int(hops * latency + size / (bandwidth * GIB))
+    return int(hops * latency + size / (bandwidth * GIB_PER_GB))
 
 
 def reduction(size: int) -> int:

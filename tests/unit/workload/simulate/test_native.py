@@ -306,7 +306,7 @@ def test_both_engines_agree_where_nothing_contends(seed: int, tmp_path: Path) ->
     chance = np.random.default_rng(seed)
     scenario.work_ns = scenario.work_ns * chance.integers(0, 4, scenario.work_ns.size)
     time_ns = compute_recorded_transfers(graph, of) * chance.integers(1, 5, len(of))
-    scenario.delay_ns[of.edge] = time_ns[of.of_edge]
+    scenario.delay_ns[of.edge] = time_ns[of.operation_of_edge]
     expected = scenario.times(plan)
     number = np.arange(len(of))
     delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)

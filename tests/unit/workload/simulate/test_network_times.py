@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from support.flows import Flows, fair_shares, sent_one_by_one
 from traceloom.errors import UsageError
-from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_OF, build_schedule
+from traceloom.workload.collective_algorithms import ALGORITHMS, KINDS_BY_ALGORITHM, build_schedule
 from traceloom.workload.simulate.machine import Dimension, Machine, Nic, SpeedFactor, Wire
 from traceloom.workload.simulate.network import LinkUse, MachineNetwork, finish_times
 
@@ -301,7 +301,7 @@ def test_flows_do_not_depend_on_the_order_of_adding(
 def test_no_answer_beats_the_bandwidth(
     machine: Machine, algorithm: str, kind: int, size: int, ready: list[int]
 ) -> None:
-    kinds = KINDS_OF[algorithm]
+    kinds = KINDS_BY_ALGORITHM[algorithm]
     messages = build_schedule(kinds[kind % len(kinds)], algorithm, 8, size, local=4)
     network = MachineNetwork(machine)
     use = LinkUse(network)
@@ -339,7 +339,7 @@ def test_rounds_end_as_their_messages_do_one_by_one(
     algorithm: str, dimensions: tuple[Dimension, ...]
 ) -> None:
     network = MachineNetwork(Machine(dimensions))
-    for kind in KINDS_OF[algorithm][:2]:
+    for kind in KINDS_BY_ALGORITHM[algorithm][:2]:
         for size in (1 << 14, 1 << 24):
             messages = build_schedule(kind, algorithm, 8, size, local=4, chunks=2)
             together = finish_times(messages, network, np.arange(8), np.zeros(8)).max()

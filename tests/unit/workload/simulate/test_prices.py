@@ -15,7 +15,7 @@ from support.workload import collective, node, receive, send, write_set
 from traceloom.analyze.placed_calls import Peak
 from traceloom.errors import UsageError
 from traceloom.formats.chakra.et_pb2 import Node
-from traceloom.workload.collective_algorithms import KINDS_OF
+from traceloom.workload.collective_algorithms import KINDS_BY_ALGORITHM
 from traceloom.workload.simulate.machine import (
     AlgorithmRule,
     Dimension,
@@ -90,7 +90,7 @@ def times(answer: Simulation) -> dict[str, int]:
 
 
 def with_algorithm(machine: Machine, algorithm: str) -> Machine:
-    rules = [AlgorithmRule(kind, algorithm) for kind in KINDS_OF[algorithm]]  # type: ignore[arg-type]
+    rules = [AlgorithmRule(kind, algorithm) for kind in KINDS_BY_ALGORITHM[algorithm]]  # type: ignore[arg-type]
     return replace(machine, algorithms=tuple(rules))
 
 
@@ -110,7 +110,7 @@ def joined(
 def test_every_algorithm_takes_its_closed_form(
     topology: str, links: int, forms: dict[tuple[str, str], Form], algorithm: str, tmp_path: Path
 ) -> None:
-    kinds = [kind for kind in KINDS_OF[algorithm] if (algorithm, kind) in forms]
+    kinds = [kind for kind in KINDS_BY_ALGORITHM[algorithm] if (algorithm, kind) in forms]
     answer = answered(tmp_path / "set", kinds, with_algorithm(joined(topology), algorithm))
     expected = {kind: forms[algorithm, kind](links * LATENCY, SIZE / RATE) for kind in kinds}
     assert times(answer) == pytest.approx(expected, abs=1)
@@ -216,7 +216,7 @@ def test_where_nothing_is_named_kinds_and_sizes_have_their_usual_algorithm(tmp_p
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "halving-doubling", "tree", "double-tree"])
 def test_units_of_time_and_bytes_can_be_exchanged(algorithm: str, tmp_path: Path) -> None:
     """Three times the latency at a third of the bandwidth is three times as long; so is twice of bytes and rate alike."""
-    kinds = [kind for kind in KINDS_OF[algorithm] if kind != "scatter"]
+    kinds = [kind for kind in KINDS_BY_ALGORITHM[algorithm] if kind != "scatter"]
     base = times(answered(tmp_path / "base", kinds, with_algorithm(joined("switch"), algorithm)))
     slow = with_algorithm(joined("switch", rate=RATE / 3, latency=3 * LATENCY), algorithm)
     assert times(answered(tmp_path / "slow", kinds, slow)) == pytest.approx(
@@ -431,7 +431,7 @@ def test_whatever_files_ask_for_ends_in_an_answer_that_keeps_its_laws(
     source, target = chance.randrange(ranks), chance.randrange(ranks)
     files[source].append(send(900, target, comm_size=chance.choice([0, 8, 10**6])))
     files[target].append(receive(901, source, comm_size=8))
-    algorithm = chance.choice([*KINDS_OF])
+    algorithm = chance.choice([*KINDS_BY_ALGORITHM])
     topology = chance.choice(["ring", "switch", "fully-connected"])
     machine = joined(topology, ranks, chance.choice([1e-2, 10.0, 1e9]), chance.choice([0.0, 500.0]))
     machine = replace(

@@ -14,7 +14,7 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.scaled import JOBS_OF_64, compared, scaled_recipe, shown, true_step_ns
 from traceloom.errors import UsageError
 from traceloom.formats import load
-from traceloom.graph import graph as gs
+from traceloom.graph import graph as graph_schema
 from traceloom.graph import link_session
 from traceloom.workload.simulate.scale import RecordedJob, find_step_ends, scale
 from traceloom.workload.simulate.scale_draws import can_end_a_step
@@ -117,7 +117,7 @@ def test_all_ranks_of_a_scaled_graph_meet_in_groups_of_their_size() -> None:
     assert {size for size in sizes if size[1] - size[0] == 1 and len(size) == 2} == {
         (rank, rank + 1) for rank in range(0, 24, 2)
     }  # tensor parallel groups are there once per copy
-    messages = parts.filter(pl.col("node_kind").is_in([gs.SEND, gs.RECEIVE]))
+    messages = parts.filter(pl.col("node_kind").is_in([graph_schema.SEND, graph_schema.RECEIVE]))
     assert ((messages["peer"] - messages["rank"]).abs() == 12).all()
 
 

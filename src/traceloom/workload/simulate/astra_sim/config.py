@@ -25,7 +25,7 @@ from traceloom.workload.simulate.machine import (
 )
 
 MAX_BYTES = 1 << 24
-GIB = 2**30 / 1e9  # ASTRA-sim's "GB/s" in 10^9 B/s
+GIB_PER_GB = 2**30 / 1e9  # ASTRA-sim's "GB/s" in 10^9 B/s
 TOPOLOGIES: dict[str, Topology] = {
     "Ring": "ring",
     "FullyConnected": "fully-connected",
@@ -366,7 +366,7 @@ def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None
     dimensions use different algorithms, that of the first one is used.
     """
     dimensions = tuple(
-        Dimension(TOPOLOGIES[topology], size, bandwidth * GIB, latency)
+        Dimension(TOPOLOGIES[topology], size, bandwidth * GIB_PER_GB, latency)
         for topology, size, bandwidth, latency in zip(
             network.topologies, network.sizes, network.bandwidths, network.latencies, strict=True
         )
