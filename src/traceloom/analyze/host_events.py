@@ -168,7 +168,15 @@ PYTHON_PHASE_PATTERNS = (
         r"(^|/)torch/autograd/(__init__|graph)\.py\(\d+\): (backward|grad|_engine_run_backward)$",
     ),
     (OPTIMIZER, r"(^|/)torch/optim/"),
-    (COMMUNICATION, r"(^|/)torch/distributed/(distributed_c10d|_functional_collectives)\.py"),
+    # Not those that only ask who is there, as the profiler does.
+    (
+        COMMUNICATION,
+        (
+            r"(^|/)torch/distributed/distributed_c10d\.py\(\d+\): _?(all_|reduce|broadcast|i?send|i?recv"
+            r"|scatter|gather|batch_isend|barrier|monitored_barrier|permute|init_|new_|destroy_|split_)"
+        ),
+    ),
+    (COMMUNICATION, r"(^|/)torch/distributed/_functional_collectives\.py"),
     (FORWARD, r"^nn\.Module: "),
 )
 

@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.quality_checks import EVENT_CHECKS, GPU_CHECKS, QualityCheck
+from traceloom.analyze.steps import find_step_spans
 from traceloom.system.units import format_count, format_duration
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.arrays import get_event_column
@@ -39,6 +40,15 @@ EFFECTS: dict[str, dict[str, str]] = {
         "kernels": "there is none to show",
         "operators": "device time is unknown",
         "answer": "it can only speak of the host",
+    },
+    "gpu-not-used": {"answer": "it speaks of the host alone"},
+    "impossible-duration": {
+        "answer": "its shares hold that time",
+        "ranks[*].devices": "busy time is too large",
+        "kernels": "sums are too large",
+        "kinds": "sums are too large",
+        "operators": _DEVICE_TIME_WEAKENED.replace("small", "large"),
+        "findings": "savings hold that time",
     },
     "busy-before-window": {
         "ranks[*].idle": "what the GPU did there is unknown, not idle",
@@ -365,8 +375,8 @@ def check_coarse_clock(trace: Trace) -> QualityCheck | None:
 
 
 def _compute_step_lengths(trace: Trace) -> pl.Series:
-    complete = trace.steps["complete"]
-    start, end = (trace.steps[name].filter(complete) for name in ("start_ns", "end_ns"))
+    steps = find_step_spans(trace).filter("complete")
+    start, end = steps["start_ns"], steps["end_ns"]
     return (end - start)[np.argsort(start.to_numpy(), kind="stable")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from traceloom.errors import InputError
@@ -22,6 +23,7 @@ _MAGIC = (
     (b"\x7fELF", "a program"),
     (b"<", "an HTML or XML page"),
 )
+_COMPILER_LOG = re.compile(rb"[VDIWE]\d{4} \d\d:\d\d:\d\d\.\d+ \d+ \S+:\d+\] \{")
 _GRAPH = re.compile(rb"PK\x03\x04.{26}header\.json", re.DOTALL)
 _CHAKRA = re.compile(rb"\n\x06schema|\n.\d+\.\d+\.\d+", re.DOTALL)
 
@@ -80,6 +82,8 @@ def describe_format(text: bytes) -> str:
     """Describes the format of a file that is not JSON; empty where its first bytes do not reveal
     it.
     """
+    if _COMPILER_LOG.match(text):
+        return "a log of PyTorch's compiler (TORCH_TRACE); tlparse reads it"
     for magic, description in _MAGIC:
         if text.startswith(magic):
             return description
@@ -127,6 +131,17 @@ def refuse_by_keys(metadata: dict[str, Any], path: str, *, done: bool) -> None:
             f"JSON without `traceEvents`{f' (its keys: {listed_keys})' if listed_keys else ''}",
             path,
         )
+
+
+def refuse_categories(categories: Mapping[str, int], path: str) -> NoReturn:
+    """Refuses a Chrome trace in which no event has a category of PyTorch.
+
+    Raises:
+        InputError: `not-a-trace`.
+    """
+    names = ", ".join(f"`{name}`" for name in sorted(categories)[:6] if name)
+    found = f"its categories: {names}" if names else "they have none"
+    _refuse(f"a Chrome trace whose events have no category of PyTorch ({found})", path)
 
 
 def _refuse(

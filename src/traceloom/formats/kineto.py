@@ -18,6 +18,7 @@ import polars as pl
 from traceloom.formats import ahead
 from traceloom.formats import kineto_metadata as md
 from traceloom.formats.ahead import decode_with, start_helpers
+from traceloom.formats.detect import refuse_categories
 from traceloom.formats.kineto_columns import (
     ALLOCATION,
     COLLECTIVE_NUMBERS,
@@ -428,6 +429,9 @@ class _FileEvents:
         self.places = ThreadIndex(list(columns.places), columns.thread_names)
         raw_start = columns.take("spans", "start", np.int64)
         raw_duration = columns.take("spans", "duration", np.int64)
+        if "halves" in columns.tables:
+            raw_duration = raw_duration.copy()
+            columns.pair_halves(raw_duration)
         self.rows = compute_time_order(raw_start, raw_duration)
         self.event = np.empty(len(self.rows), dtype=np.int64, like=raw_start)
         self.event[self.rows] = np.arange(len(self.rows), like=raw_start)
@@ -490,8 +494,11 @@ class _FileEvents:
 
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
     """Builds the trace of a decoded file; `capture` is this rank's part of capture.json."""
-    columns, file_notices = decoded.columns, decoded.damage.notices()
+    columns = decoded.columns
+    if columns.rows and sum(columns.unknown_categories.values()) == columns.rows:
+        refuse_categories(columns.unknown_categories, path)
     file_events = _FileEvents(columns, md.compute_time_offset_ns(decoded.metadata, capture))
+    file_notices = decoded.damage.notices()
     # For device-side events from the arguments, else from pid and tid; NULL on the host.
     device, stream = file_events.spread("device", "device"), file_events.spread("stream", "device")
     on_device = gather_rows(_ON_DEVICE, file_events.category)

@@ -233,6 +233,8 @@ class Columns:
                 self._add_instants(phase_entries, exact=part.exact)
             elif phase == "C":
                 self._add_counters(phase_entries, rows, part)
+            elif phase in "BEbe":
+                self._add_halves(phase_entries, np.array(rows), part)
             else:
                 self._damage.note(
                     "unknown-phase", f"byte {part.offsets[rows[0]]} of the text", len(rows)
@@ -343,6 +345,10 @@ class Columns:
 
     def _add_spans(self, spans: list[Any], part: Slice, offsets: Array, lengths: Array) -> None:
         start, duration, has_time, lasting = self._times(spans, exact=part.exact)
+        # A time that a writer lost is 0, as is the duration; no event of a recording is there.
+        lost_times = (start == 0) & (duration == 0)
+        if lost_times.any() and not lost_times.all() and start[~lost_times].min() > 0:
+            has_time &= ~lost_times
         if not has_time.all():
             lost = np.flatnonzero(~has_time)
             self._damage.note("missing-time", f"byte {offsets[lost[0]]} of the text", len(lost))
@@ -587,6 +593,53 @@ class Columns:
         # zip reuses one tuple, which saves allocating one per entry.
         pairs = zip([entry.pid for entry in entries], [entry.tid for entry in entries], strict=True)
         return pack_array("i", list(map(self.places.__getitem__, pairs)))
+
+    def _add_halves(self, entries: list[Any], rows: Array, part: Slice) -> None:
+        """Adds the beginnings or the ends of events, whose durations `pair_halves` finds."""
+        start, _, has_time, _ = self._times(entries, exact=part.exact)
+        kept = np.flatnonzero(has_time)
+        entries, begins = [entries[row] for row in kept.tolist()], entries[0].ph in "Bb"
+        first = self.rows
+        if begins:
+            for entry in entries:
+                entry.dur = msgspec.Raw(b"1") if part.exact else 1.0
+            self._add_spans(entries, part, part.offsets[rows[kept]], part.lengths[rows[kept]])
+        self._put(
+            "halves",
+            row=(np.arange(kept.size) + (first if begins else 0)).astype(np.uint32),
+            begins=np.full(kept.size, begins, dtype=np.bool_),
+            start=start[kept],
+            place=self._places_of(entries),
+            # Asynchronous events are told by their id; the others nest on their thread.
+            key=self._codes(
+                [(entry.cat, entry.id) if entry.ph in "be" else None for entry in entries]
+            ),
+            offset=part.offsets[rows[kept]].astype(np.int64),
+        )
+
+    def pair_halves(self, duration: Array) -> None:
+        """Sets the durations of events that were written as a beginning and an end."""
+        names = ("row", "begins", "start", "place", "key", "offset")
+        row, begins, start, place, key, offset = (
+            self.take("halves", name, np.int64) for name in names
+        )
+        open_rows: dict[tuple[int, int], list[int]] = {}
+        ends_alone: list[int] = []
+        for index in np.lexsort((offset, start)).tolist():
+            stack = open_rows.setdefault((int(place[index]), int(key[index])), [])
+            if begins[index]:
+                stack.append(index)
+            elif stack:
+                begun = stack.pop()
+                duration[int(row[begun])] = start[index] - start[begun]
+            else:
+                ends_alone.append(index)
+        never_ended = [index for stack in open_rows.values() for index in stack]
+        duration[row[never_ended].astype(np.int64)] = 0
+        for slug, found in (("missing-duration", never_ended), ("missing-time", ends_alone)):
+            if found:
+                where = f"byte {offset[found].min()} of the text"
+                self._damage.note(slug, where, len(found))
 
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         """Counters have arbitrary keys, so their text is decoded again."""

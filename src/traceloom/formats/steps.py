@@ -212,10 +212,9 @@ def _find_regular_steps(
 def _find_optimizer_steps(
     annotations: pl.DataFrame, events: pl.DataFrame, first: int, window: int
 ) -> pl.DataFrame | None:
-    """Finds steps that end with a step of the optimizer; None where there are none, or they are
-    irregular.
+    """Finds steps that end with a step of the optimizer; None where there are too few.
 
-    Of several optimizers the one with the fewest calls is used, and of those the last. The first
+    PyTorch marks them itself, so that they need not be regular: one may have stalled. Of several optimizers the one with the fewest calls is used, and of those the last. The first
     step begins with the recording: it is complete if it has as many operators as others.
     """
     calls = annotations.filter(pl.col("name").str.starts_with(_OPTIMIZER))
@@ -224,12 +223,7 @@ def _find_optimizer_steps(
         return None
     selected = min(groups, key=lambda group: (group.height, -group["nested_end_ns"][-1]))
     end = selected["nested_end_ns"].to_numpy()
-    distance = np.diff(end)
-    if (
-        end.size < _MIN_OCCURRENCES
-        or distance.std() > _MAX_VARIATION * distance.mean()
-        or end[-1] - first < _MIN_COVER * window
-    ):
+    if end.size < _MIN_OCCURRENCES:
         return None
     start = np.concatenate(([first], end[:-1]))
     ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == selected["lane"][0]))[

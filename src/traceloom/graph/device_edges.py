@@ -18,6 +18,7 @@ from traceloom.graph.host_tree import HostTree, Segments
 from traceloom.graph.syncs import MISSING_VALUE, SyncRecords, find_last_on_thread
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
+from traceloom.trace.vocabulary import CLOCK_JITTER_NS
 
 # A call this long did more than submit: it loaded code, or waited for room in the queue
 _MIN_LONG_CALL_NS = 50_000
@@ -97,7 +98,7 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
 def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     """Orders the work of each stream.
 
-    A work starts after the end of the one before it. Where works of one stream overlap, it starts
+    A work starts after the end of the one before it, give or take the jitter of the clock. Where works of one stream overlap, it starts
     after the start of the one it overlaps, and after the end of the last one that had ended. Where
     it ended after the overlapped one, its end is ordered, too: work that a programmatic launch lets
     begin early waits for the end of the work before it.
@@ -120,10 +121,10 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
     rows = np.flatnonzero(follows)
     previous, reaching = before[rows], longest[rows]
     # For a reached work that has not ended, the starts of its neighbours decide
-    ended = work.end[reaching] <= work.start[rows]
+    ended = work.end[reaching] <= work.start[rows] + CLOCK_JITTER_NS
     pairs = np.concatenate([previous, reaching[ended]])
     target = np.concatenate([rows, rows[ended]])
-    done = work.end[pairs] <= work.start[target]
+    done = work.end[pairs] <= work.start[target] + CLOCK_JITTER_NS
     edges.add(
         "stream",
         "measured",
@@ -133,7 +134,7 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
         to_end=False,
         firm=True,
     )
-    overlaps = work.end[previous] > work.start[rows]
+    overlaps = work.end[previous] > work.start[rows] + CLOCK_JITTER_NS
     later = np.flatnonzero(overlaps & (work.end[previous] <= work.end[rows]))
     edges.add(
         "stream",

@@ -133,3 +133,7 @@ def _parse_memory_kind(argument: str | None) -> str | None:
     if argument is None:
         return None
     return _CUPTI_MEMORY.get(argument, argument.lower() if not argument.isdigit() else None)
+
+
+CLOCK_JITTER_NS = 1_000
+"""Times of one stream agree about their order this well: what overlaps by less follows."""

@@ -351,7 +351,7 @@ def test_unknown_categories_and_phases_are_kept_or_counted():
     events = [
         *made.events(),
         '{"ph": "X", "cat": "quantum", "name": "q", "pid": 1, "tid": 1, "ts": 5, "dur": 1}',
-        '{"ph": "b"}',
+        '{"ph": "N"}',
     ]
     made.events = lambda: events  # type: ignore[method-assign]
     trace = made.build()
