@@ -20,7 +20,7 @@ from traceloom.analyze.gpu_time import (
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.steps import has_request_steps, step_times
+from traceloom.analyze.steps import DEVICE, has_request_steps, step_times
 from traceloom.system.units import format_count, format_duration, format_share
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session, read_run_steps
@@ -261,6 +261,13 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
             span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
         elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
             span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
+        ahead = [step_times(trace) for trace in traces if step_times(trace).clock == DEVICE]
+        if ahead:
+            launched = pl.concat([times.steps.filter("complete")["duration_ns"] for times in ahead])
+            span += (
+                f" on the GPU (the host runs ahead: it launches one in "
+                f"{format_duration(int(launched.median() or 0))})"  # type: ignore[arg-type]
+            )
         if word == "request":  # there is none in the rest of the window
             served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
             window = max(trace.end_ns - trace.start_ns for trace in traces)
@@ -301,9 +308,12 @@ def _compute_median_step_ns(traces: list[Trace]) -> int | None:
 
 def _collect_step_durations(traces: list[Trace]) -> pl.Series:
     """Returns durations of the whole steps of all ranks; of all steps, where none is whole."""
-    steps = pl.concat([step_times(trace).steps[["duration_ns", "complete"]] for trace in traces])
+    all_times = [step_times(trace) for trace in traces]
+    steps = pl.concat(
+        [times.steps.select(times.durations.alias("ns"), "complete") for times in all_times]
+    )
     is_complete = pl.col("complete") | ~pl.col("complete").any()
-    return steps.filter(is_complete, pl.col("duration_ns") > 0)["duration_ns"]
+    return steps.filter(is_complete, pl.col("ns") > 0)["ns"]
 
 
 def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:

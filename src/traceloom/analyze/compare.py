@@ -160,7 +160,8 @@ class Comparison(Result):
         tree: The call tree: `parent` (number of a row before it; null of the first, which holds
             all), `name`, `base_count`, `new_count`; of it and all below it `base_duration_ns`,
             `new_duration_ns`, `base_host_ns`, `new_host_ns`.
-        steps: `side` (base, new), `rank`, `step`, `duration_ns` of every compared step.
+        steps: `side` (base, new), `rank`, `step`, `duration_ns` and, on the host, `host_ns` of every
+            compared step.
     """
 
     sentence: str
@@ -186,7 +187,7 @@ class Comparison(Result):
         }
         assert {name: int(self.breakdown[name].sum()) for name in totals} == totals
         for name in ("base", "new"):
-            steps = self.steps.filter(pl.col("side") == name)["duration_ns"]
+            steps = self.steps.filter(pl.col("side") == name)["host_ns"]
             assert int(
                 self.operators[f"{name}_host_ns"].sum()
             ) == compare_tables.compute_rounded_mean(int(steps.sum()), steps.len())
@@ -249,7 +250,7 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         compare_tables.compute_rounded_mean(run_side.device_ns, run_side.device_steps)
         if has_device_steps
         else compare_tables.compute_rounded_mean(
-            int(run_side.steps["duration_ns"].sum()), run_side.steps.height
+            int(run_side.steps["host_ns"].sum()), run_side.steps.height
         )
         for run_side in sides
     ]

@@ -34,7 +34,7 @@ from traceloom.analyze.intervals import (
 )
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
-from traceloom.analyze.steps import build_tiles
+from traceloom.analyze.steps import build_device_tiles, build_tiles
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.frames import build_schema, cast_to_schema
@@ -62,12 +62,15 @@ class ComparedSteps(Struct, frozen=True):
     Attributes:
         trace: The trace.
         step: Number of each step; the one row of a trace without steps has none (null).
-        spans: Start and end of each: ascending, disjoint; neighbours may touch.
+        spans: Start and end of each, as its devices go through it: ascending, disjoint; neighbours
+            may touch.
+        host_spans: The same on the host, which may run ahead of its devices.
     """
 
     trace: Trace
     step: pl.Series
     spans: Spans
+    host_spans: Spans
 
     @property
     def durations(self) -> Ints:
@@ -75,25 +78,33 @@ class ComparedSteps(Struct, frozen=True):
         lengths: Ints = self.spans.end - self.spans.start
         return lengths
 
+    @property
+    def host_durations(self) -> Ints:
+        """Lengths of the steps on the host, ns."""
+        lengths: Ints = self.host_spans.end - self.host_spans.start
+        return lengths
+
 
 def select_compared_steps(trace: Trace) -> ComparedSteps:
     """Returns the whole steps of a trace; where none is whole all that take time, and without steps
     its window.
     """
-    cut = build_tiles(trace)
+    cut, host_cut = build_device_tiles(trace), build_tiles(trace)
     complete = trace.steps["complete"].to_numpy()
     stepped = cut.row >= 0
+    stepped &= np.isin(cut.row, host_cut.row)
     selected = stepped & np.append(complete, False)[cut.row]
     selected = selected if selected.any() else stepped
     if not selected.any():
         none = pl.Series("step", [None], dtype=pl.Int32)
-        return ComparedSteps(trace, none, Spans(cut.spans.start[:1], cut.spans.end[-1:]))
-    selected_rows = np.flatnonzero(selected)
-    return ComparedSteps(
-        trace,
-        trace.steps["step"].gather(cut.row[selected_rows]),
-        Spans(cut.spans.start[selected_rows], cut.spans.end[selected_rows]),
+        window = Spans(cut.spans.start[:1], cut.spans.end[-1:])
+        return ComparedSteps(trace, none, window, window)
+    spans, host_spans = (
+        Spans(tiles.spans.start[rows], tiles.spans.end[rows])
+        for tiles in (cut, host_cut)
+        for rows in [np.flatnonzero(np.isin(tiles.row, cut.row[selected]))]
     )
+    return ComparedSteps(trace, trace.steps["step"].gather(cut.row[selected]), spans, host_spans)
 
 
 WORK = build_schema("event sample ns", {"sample": pl.Int64})
@@ -304,8 +315,8 @@ def build_trees(
     annotation = get_event_column(compared_steps.trace, "category")[
         tree.row
     ] == cat.CATEGORIES.index(cat.ANNOTATION)
-    step_ends = np.append(compared_steps.spans.end, 0)
-    sample = np.searchsorted(compared_steps.spans.start, tree.start_ns, side="right") - 1
+    step_ends = np.append(compared_steps.host_spans.end, 0)
+    sample = np.searchsorted(compared_steps.host_spans.start, tree.start_ns, side="right") - 1
     sample = np.where((sample >= 0) & (tree.start_ns < step_ends[sample]), sample, -1)
     in_tree = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
     if is_sequence:
@@ -626,7 +637,7 @@ class TreeUnion:
 
 
 KERNELS = build_schema("place name nth kind count ns sum_ns", {"place": pl.Int64, "name": pl.Int64})
-STEPS = build_schema("rank step duration_ns")
+STEPS = build_schema("rank step duration_ns host_ns")
 
 
 @dataclass(slots=True)
@@ -696,14 +707,18 @@ def build_side(
         rank = pl.lit(compared_steps.trace.rank, dtype=pl.Int32).alias("rank")
         steps.append(
             pl.DataFrame(
-                {"step": compared_steps.step, "duration_ns": compared_steps.durations}
-            ).select(rank, "step", "duration_ns")
+                {
+                    "step": compared_steps.step,
+                    "duration_ns": compared_steps.durations,
+                    "host_ns": compared_steps.host_durations,
+                }
+            ).select(rank, "step", "duration_ns", "host_ns")
         )
         tree_rows = np.flatnonzero(call_trees.node >= 0)
         reached.append(event_places[tree_rows])
         main = np.flatnonzero(call_trees.main)
         host_times.append((event_places[main], call_trees.self_ns[main]))
-        out.outside_ns += int(compared_steps.durations.sum()) - int(call_trees.self_ns[main].sum())
+        out.outside_ns += int(compared_steps.host_durations.sum() - call_trees.self_ns[main].sum())
         devices = measure_device_time(compared_steps)
         if devices.devices:
             out.device_steps += devices.devices * compared_steps.spans.start.size

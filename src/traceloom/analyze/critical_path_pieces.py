@@ -10,6 +10,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.data_loading import find_loader_calls
+from traceloom.analyze.steps import find_step_spans
 from traceloom.errors import UsageError
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.critical_path import walk_back
@@ -65,7 +66,7 @@ def find_common_steps(traces: Iterable[Trace]) -> list[int]:
     """Returns the whole steps that most ranks have, from the shortest to the longest on their
     slowest rank.
     """
-    steps = [trace.steps[["step", "complete", "start_ns", "end_ns"]] for trace in traces]
+    steps = [find_step_spans(trace)[["step", "complete", "start_ns", "end_ns"]] for trace in traces]
     lengths = pl.concat(steps) if steps else pl.DataFrame()
     if not lengths.height:
         return []

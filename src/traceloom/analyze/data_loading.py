@@ -14,7 +14,7 @@ from traceloom.analyze.host_events import BLOCKING_CALL, OP, classify_activity
 from traceloom.analyze.intervals import EMPTY_SPANS, compute_coverage, invert_spans, merge_intervals
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
-from traceloom.analyze.steps import NO_STEP, split_at_steps
+from traceloom.analyze.steps import NO_STEP, split_at_steps, step_times
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, to_nullable_series
@@ -121,8 +121,9 @@ def data_loading(trace: Trace) -> DataLoading:
         {"step": step, "wait_ns": step_spans.end_ns - step_spans.start_ns, "gpu_idle_ns": idle_ns}
     )
     waited = waited.group_by("step").agg(pl.col("wait_ns", "gpu_idle_ns").sum())
-    steps = trace.steps.select(
-        pl.col("step").cast(pl.Int64), length=pl.col("end_ns") - pl.col("start_ns")
+    times = step_times(trace)
+    steps = times.steps.select(
+        pl.col("step").cast(pl.Int64), length=pl.max_horizontal("duration_ns", times.durations)
     )
     steps = steps.join(waited, on="step", how="left", maintain_order="left")
     null = pl.lit(None, dtype=pl.Int64)

@@ -319,13 +319,14 @@ def _measure_rank(compared_steps: ComparedSteps) -> pl.DataFrame:
     devices = usage.devices.filter(pl.col("evidence") != "running-sum")
     on_device = devices.filter(~pl.col("device_type").str.starts_with("cpu"))
     devices = on_device if on_device.height else devices
-    peaks = np.zeros(compared_steps.spans.start.size)
+    spans = compared_steps.host_spans
+    peaks = np.zeros(spans.start.size)
     for kind, device, before in devices.select("device_type", "device", "start_bytes").rows():
         curve = usage.curve.filter((pl.col("device_type") == kind) & (pl.col("device") == device))
         time, level = curve["time_ns"].to_numpy(), curve["allocated_bytes"].to_numpy()
         level = np.append(level, before or 0)  # the last one is for the time before the first
-        first = np.searchsorted(time, compared_steps.spans.start, side="right")
-        last = np.searchsorted(time, compared_steps.spans.end, side="left")
+        first = np.searchsorted(time, spans.start, side="right")
+        last = np.searchsorted(time, spans.end, side="left")
         for step_index, (low, high) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
             highest = int(level[low:high].max()) if high > low else 0
             peaks[step_index] = max(peaks[step_index], highest, float(level[low - 1]))

@@ -21,7 +21,7 @@ from traceloom.analyze.intervals import (
     sum_clipped_durations,
 )
 from traceloom.analyze.kernel_rules import Rule, select_gpu_work
-from traceloom.analyze.steps import Tiles, build_tiles
+from traceloom.analyze.steps import Tiles, build_device_tiles, find_step_spans
 from traceloom.trace.array_types import Ints
 from traceloom.trace.batch import TRACE_COLUMN, cache_per_trace
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -83,13 +83,14 @@ def gpu_time(trace: Trace, rules: Iterable[Rule] = ()) -> GpuTime:
 
 def _compute_gpu_time(trace: Trace, rules: tuple[Rule, ...] = ()) -> GpuTime:
     work = select_gpu_work(trace, rules)[["device", "start_ns", "end_ns", "category", "kind"]]
-    cut = build_tiles(trace)
+    cut = build_device_tiles(trace)
     names = dict(
         zip(trace.devices["device"].to_list(), trace.devices["name"].to_list(), strict=True)
     )
     # The last is outside
-    in_time = np.append(np.argsort(trace.steps["start_ns"].to_numpy(), kind="stable"), -1)
-    moments = {name: [*trace.steps[name].to_list(), None] for name in ("step", "start_ns")}
+    spans = find_step_spans(trace)
+    in_time = np.append(np.argsort(spans["start_ns"].to_numpy(), kind="stable"), -1)
+    moments = {name: [*spans[name].to_list(), None] for name in ("step", "start_ns")}
     moments = {name: [values[row] for row in in_time.tolist()] for name, values in moments.items()}
     devices, steps = [DEVICE_SCHEMA.to_frame()], [STEP_SCHEMA.to_frame()]
     for part in work.sort("device", maintain_order=True).partition_by(
@@ -176,7 +177,7 @@ def compute_shares(
         priority: All values of the key; a nanosecond in which several run belongs to the first of
             them.
     """
-    cuts = [build_tiles(trace) for trace in traces]
+    cuts = [build_device_tiles(trace) for trace in traces]
     label = work.schema[key]
     assert isinstance(label, pl.Enum)
     names = label.categories.to_list()

@@ -40,7 +40,7 @@ from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.intervals import Spans, find_overlaps
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
-from traceloom.analyze.steps import build_tiles
+from traceloom.analyze.steps import build_device_tiles
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column, move_columns_to_disk
 from traceloom.trace.batch import (
@@ -329,7 +329,7 @@ def idle(trace: Trace) -> Idle:
     called = np.where(~waits & (returned - called > LAUNCH_LATENCY_NS), returned, called)
     prompt = caused & ~waits & (back > low) & (high - returned <= LAUNCH_LATENCY_NS)
     queued_ns = np.where(prompt, high, returned)
-    steps = build_tiles(trace)
+    steps = build_device_tiles(trace)
 
     # The activity of the host until its launch call.
     shared = find_overlaps(all_gaps.low, called, steps.spans)

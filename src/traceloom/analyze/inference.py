@@ -23,6 +23,7 @@ from traceloom.analyze.graph_launches import (
 )
 from traceloom.analyze.intervals import merge_intervals
 from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import build_device_tiles
 from traceloom.errors import UsageError
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -195,9 +196,14 @@ def inference(
                 if tokens.len() == count and int(tokens.sum()) and high > low:
                     rows.append((quantity, int(tokens.sum()), high - low, "annotation"))
         else:
-            marked = trace.steps.filter("complete")
-            count = marked.height
-            low, high = (int(marked["start_ns"][0]), int(marked["end_ns"][-1])) if count else (0, 0)
+            cut = build_device_tiles(trace)
+            marked = np.append(trace.steps["complete"].to_numpy(), False)[cut.row]
+            count = int(marked.sum())
+            low, high = (
+                (int(cut.spans.start[marked][0]), int(cut.spans.end[marked][-1]))
+                if count
+                else (0, 0)
+            )
         for quantity, per_step in {"tokens": tokens_per_step, "samples": samples_per_step}.items():
             if per_step is not None and high > low:
                 rows.append((quantity, per_step * count, high - low, "declared"))

@@ -22,7 +22,7 @@ from traceloom.analyze.kernel_rules import (
 )
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.roofline import PeakSpec, select_modelled_work
-from traceloom.analyze.steps import build_tiles, select_whole_steps, summarize_per_step
+from traceloom.analyze.steps import build_device_tiles, select_whole_steps, summarize_per_step
 from traceloom.formats.arguments import can_reread_events, read_all_arguments
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Floats, Ints
@@ -178,7 +178,7 @@ def _summarize_devices(
             efficiency.append(None)
             continue
         trace = traces[row[TRACE_COLUMN]]
-        plan = build_tiles(trace)
+        plan = build_device_tiles(trace)
         in_step = plan.row >= 0
         low, high = plan.spans.start[in_step], plan.spans.end[in_step]
         tile_steps = trace.steps[["step", "complete"]][plan.row[in_step]].with_columns(

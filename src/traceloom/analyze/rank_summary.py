@@ -28,6 +28,7 @@ from traceloom.analyze.intervals import (
 )
 from traceloom.analyze.kernel_rules import select_gpu_work, select_gpu_work_with_steps
 from traceloom.analyze.names import Vocabulary, build_vocabulary
+from traceloom.analyze.steps import find_step_spans
 from traceloom.trace import vocabulary as cat
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import get_event_column
@@ -152,7 +153,8 @@ def _build_time_breakdown(
     starts = own_calls["start_ns"].to_numpy()
     call_ends = starts + own_calls["duration_ns"].to_numpy()
     edges = np.array([trace.start_ns, trace.end_ns], dtype=np.int64)
-    steps = [trace.steps[name].to_numpy() for name in ("start_ns", "end_ns")]
+    spans = find_step_spans(trace)
+    steps = [spans[name].to_numpy() for name in ("start_ns", "end_ns")]
     boundaries = np.unique(np.concatenate([starts, call_ends, edges, *steps]))
     sums = np.zeros((boundaries.size, len(TIME_CLASSES)), dtype=np.int64)
     details = []
@@ -490,7 +492,7 @@ def _build_rank_summaries(traces: Sequence[Trace]) -> Iterable[RankSummary]:
             trace.meta.world_size,
             calls,
             declared_groups(trace),
-            trace.steps[["step", "name", "start_ns", "end_ns", "complete"]],
+            find_step_spans(trace)[["step", "name", "start_ns", "end_ns", "complete"]],
             breakdown,
             load,
             find_device_link(names[0]) if names else None,

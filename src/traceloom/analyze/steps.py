@@ -24,7 +24,13 @@ from traceloom.trace.batch import (
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import REQUEST, Trace
 
-SCHEMA = build_schema("step name start_ns duration_ns complete lag_ns launch_count")
+SCHEMA = build_schema(
+    "step name start_ns duration_ns device_period_ns complete lag_ns launch_count"
+)
+MIN_HOST_LEAD = 0.05
+"""Share of a step by which the GPU must lag behind the host, and its periods exceed the host's
+steps, before the periods are the steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,14 @@ class StepTimes(Result):
     any.
 
     Attributes:
-        steps: step, name, start_ns, duration_ns (to the start of the next step), complete, lag_ns
-            (from the end of the step to the end of the last GPU work launched in it, 0 where that
-            ended before; null without GPU work), launch_count (calls in the step that submitted GPU
-            work).
+        steps: step, name, start_ns, duration_ns (on the host, to the start of the next step),
+            device_period_ns (from the end of the last GPU work that was launched in the step before
+            to the end of that launched in this one; of the first step from the start of its first
+            GPU work; null without GPU work), complete, lag_ns (from the end of the step to the end
+            of the last GPU work launched in it, 0 where that ended before; null without GPU work),
+            launch_count (calls in the step that submitted GPU work).
+        clock: `device` where the host runs ahead of the GPU, so that a step takes its period on the
+            device; else `host`.
         count: Number of complete steps.
         median_ns: Median duration, rounded down.
         min_ns: Shortest.
@@ -46,12 +56,21 @@ class StepTimes(Result):
     """
 
     steps: pl.DataFrame
+    clock: str
     count: int
     median_ns: int | None
     min_ns: int | None
     max_ns: int | None
     spread_fraction: float | None
     evidence: str
+
+    @property
+    def durations(self) -> pl.Series:
+        """How long each step takes, by the clock that sets the pace."""
+        return self.steps["device_period_ns" if self.clock == DEVICE else "duration_ns"]
+
+
+HOST, DEVICE = "host", "device"
 
 
 def has_request_steps(trace: Trace) -> bool:
@@ -78,9 +97,13 @@ def build_tiles(trace: Trace) -> Tiles:
 
     Steps that overlap are cut at the next start.
     """
-    start = trace.steps["start_ns"].to_numpy()
+    return _build_tiles(trace, trace.steps["start_ns"].to_numpy(), trace.steps["end_ns"].to_numpy())
+
+
+def _build_tiles(trace: Trace, start: Ints, end: Ints) -> Tiles:
+    """Cuts the time of the trace at the starts and ends of the rows of its steps."""
     order = np.argsort(start, kind="stable")
-    start, end = start[order], trace.steps["end_ns"].to_numpy()[order]
+    start, end = start[order], end[order]
     end = np.maximum(np.minimum(end, np.append(start[1:], np.iinfo(np.int64).max)), start)
     low, high = trace.start_ns, trace.end_ns
     low, high = min([low, *start[:1].tolist()]), max([high, *end.tolist()[-1:]])
@@ -95,6 +118,25 @@ def build_tiles(trace: Trace) -> Tiles:
     return Tiles(row[nonempty], Spans(tile_start[nonempty], tile_end[nonempty]))
 
 
+def find_step_spans(trace: Trace) -> pl.DataFrame:
+    """Returns the steps as they are paced: where the host runs ahead, start_ns and end_ns are those
+    of the device's periods.
+    """
+    if step_times(trace).clock == HOST:
+        return trace.steps
+    device_steps = _collect_device_steps([trace])
+    paced = device_steps.with_columns(start_ns="low_ns", end_ns="high_ns")
+    return paced.select(trace.steps.columns)
+
+
+def build_device_tiles(trace: Trace) -> Tiles:
+    """Cuts the time of the trace where its devices go from step to step: where the host runs ahead
+    at the end of the last GPU work of each step, else at the bounds of the host's steps.
+    """
+    steps = find_step_spans(trace)
+    return _build_tiles(trace, steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy())
+
+
 @cache_per_trace
 def step_times(trace: Trace) -> StepTimes:
     """Returns durations of the steps, their spread, and the lag of the GPU behind each."""
@@ -103,23 +145,12 @@ def step_times(trace: Trace) -> StepTimes:
 
 @run_in_batches
 def _compute_step_times(traces: Sequence[Trace]) -> Iterable[StepTimes]:
-    launched = (  # in each step, whenever it ran
-        select_gpu_work_with_steps(traces)[[TRACE_COLUMN, "launch", "end_ns", "step"]]
-        .drop_nulls(["launch", "step"])
-        .group_by(TRACE_COLUMN, "step")
-        .agg(
-            last_end_ns=pl.col("end_ns").max(),
-            launch_count=pl.col("launch").n_unique().cast(pl.Int64),
-        )
-    )
-    steps = (
-        concatenate_by_trace(trace.steps for trace in traces)
-        .join(launched, on=[TRACE_COLUMN, "step"], how="left", maintain_order="left")
-        .with_columns(
-            (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"),
-            (pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0).alias("lag_ns"),
-            pl.col("launch_count").fill_null(0),
-        )
+    host_ns = pl.col("end_ns") - pl.col("start_ns")
+    period_ns = pl.col("high_ns") - pl.col("low_ns")
+    steps = _collect_device_steps(traces).with_columns(
+        duration_ns=host_ns,
+        device_period_ns=pl.when(pl.col("launch_count") > 0).then(period_ns),
+        lag_ns=(pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0),
     )
     return map(
         _compute_spread,
@@ -128,14 +159,47 @@ def _compute_step_times(traces: Sequence[Trace]) -> Iterable[StepTimes]:
     )
 
 
+def _collect_device_steps(traces: Sequence[Trace]) -> pl.DataFrame:
+    """Returns the steps of all traces with the GPU work that they launched, whenever it ran:
+    launch_count, last_end_ns, and the time from low_ns to high_ns in which devices were at it.
+
+    A device is at a step from the end of the work of the step before; where the host paused between
+    the two, at the earliest from the start of the step.
+    """
+    launched = (
+        select_gpu_work_with_steps(traces)[[TRACE_COLUMN, "launch", "start_ns", "end_ns", "step"]]
+        .drop_nulls(["launch", "step"])
+        .group_by(TRACE_COLUMN, "step")
+        .agg(
+            first_start_ns=pl.col("start_ns").min(),
+            last_end_ns=pl.col("end_ns").max(),
+            launch_count=pl.col("launch").n_unique().cast(pl.Int64),
+        )
+    )
+    steps = concatenate_by_trace(trace.steps for trace in traces).join(
+        launched, on=[TRACE_COLUMN, "step"], how="left", maintain_order="left"
+    )
+    ended_ns = pl.col("last_end_ns").forward_fill().shift(1).over(TRACE_COLUMN)
+    began_ns = pl.col("first_start_ns").backward_fill().over(TRACE_COLUMN)
+    continues = pl.col("end_ns").shift(1).over(TRACE_COLUMN) == pl.col("start_ns")
+    low_ns = pl.when(continues).then(ended_ns).otherwise(pl.max_horizontal(ended_ns, "start_ns"))
+    return steps.with_columns(
+        pl.col("launch_count").fill_null(0),
+        low_ns=pl.when(ended_ns.is_null()).then(began_ns).otherwise(low_ns),
+    ).with_columns(high_ns=pl.coalesce("last_end_ns", "low_ns"))
+
+
 def _compute_spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
-    durations = steps["duration_ns"].to_numpy()[steps["complete"].to_numpy()]
     evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
+    clock = HOST if evidence == REQUEST else _choose_clock(steps)
+    whole = steps.filter("complete")
+    durations = whole["device_period_ns" if clock == DEVICE else "duration_ns"].to_numpy()
     if not durations.size:
-        return StepTimes(steps, 0, None, None, None, None, evidence)
+        return StepTimes(steps, clock, 0, None, None, None, None, evidence)
     first, median, third = np.percentile(durations, (25, 50, 75))
     return StepTimes(
         steps,
+        clock,
         count=int(durations.size),
         median_ns=int(median),
         min_ns=int(durations.min()),
@@ -143,6 +207,19 @@ def _compute_spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
         spread_fraction=float((third - first) / median) if median else None,
         evidence=evidence,
     )
+
+
+def _choose_clock(steps: pl.DataFrame) -> str:
+    """Returns whose steps set the pace: the device's where the host runs ahead of it."""
+    whole = steps.filter(pl.col("complete") | ~pl.col("complete").any())
+    lengths = whole[["duration_ns", "device_period_ns", "lag_ns"]]
+    if not lengths.height or lengths["device_period_ns"].null_count():
+        return HOST
+    if steps.select(pl.col("device_period_ns").min() < 0).item():
+        return HOST  # work of a later step ended first: there is no order of steps on the device
+    host_ns, device_ns, lag_ns = lengths.median().row(0)
+    is_ahead = host_ns > 0 and lag_ns > MIN_HOST_LEAD * host_ns
+    return DEVICE if is_ahead and device_ns > (1 + MIN_HOST_LEAD) * host_ns else HOST
 
 
 NO_STEP = np.int64(-(2**31))
@@ -178,14 +255,16 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
     return CutStretches(source, low, high)
 
 
-def split_at_steps(trace: Trace, start_ns: Ints, end_ns: Ints) -> tuple[CutStretches, Ints]:
-    """Cuts every interval at the bounds of steps; returns the pieces, and the step of each (NO_STEP
-    outside all steps).
+def split_at_steps(
+    trace: Trace, start_ns: Ints, end_ns: Ints, *, by_device: bool = False
+) -> tuple[CutStretches, Ints]:
+    """Cuts every interval at the bounds of steps, on the host or as devices go through them;
+    returns the pieces, and the step of each (NO_STEP outside all steps).
 
     The intervals lie in the trace's window and are not empty; whole ones come first, in their
     order.
     """
-    plan = build_tiles(trace)
+    plan = build_device_tiles(trace) if by_device else build_tiles(trace)
     steps = np.append(trace.steps["step"].cast(pl.Int64).to_numpy(), NO_STEP)[plan.row]
     if not steps.size:
         return CutStretches(np.zeros(0, dtype=np.int64), start_ns[:0], end_ns[:0]), steps

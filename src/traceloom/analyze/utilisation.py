@@ -13,7 +13,7 @@ from traceloom.analyze.kernel_kinds import classify_kinds
 from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.placed_calls import PlacedCalls
-from traceloom.analyze.steps import NO_STEP, split_at_steps
+from traceloom.analyze.steps import NO_STEP, split_at_steps, step_times
 from traceloom.trace.array_types import Bools
 from traceloom.trace.arrays import gather_rows, to_nullable_series
 from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, split_by_trace
@@ -31,6 +31,8 @@ _HIDDEN_REASON = (
         "%", " %"
     )
 )
+
+_IMPOSSIBLE_REASON = "its FLOPs take longer at the peak of the device than it took: a peak, a shape or a time is wrong"
 
 STEPS = build_schema(
     "step duration_ns complete gpu_ns modelled_ns modelled_fraction flops bytes hardware_flops",
@@ -60,7 +62,7 @@ def compute_utilisation(
         # all steps.
         long = trace_work.filter(pl.col("ns") > 0)
         step_spans, step = split_at_steps(
-            trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy()
+            trace, long["start_ns"].to_numpy(), long["end_ns"].to_numpy(), by_device=True
         )
         in_steps.append(
             long[step_spans.source].with_columns(
@@ -73,9 +75,8 @@ def compute_utilisation(
         window_ns = trace.end_ns - trace.start_ns
         if trace_work.height:
             window_ns = int(trace_work["end_ns"].max()) - int(trace_work["start_ns"].min())  # type: ignore[arg-type]
-        steps = trace.steps.select(
-            "step", duration_ns=pl.col("end_ns") - pl.col("start_ns"), complete="complete"
-        )
+        times = step_times(trace)
+        steps = times.steps.select("step", times.durations.alias("duration_ns"), "complete")
         window = pl.DataFrame(
             {"step": [None], "duration_ns": [window_ns], "complete": [True]}, schema=steps.schema
         )
@@ -256,7 +257,10 @@ def _compute_fractions(
         .then(pl.lit("the step has no length"))
     )
     device_ns = pl.col("duration_ns") * pl.col("device_count").clip(lower_bound=1)
-    computable = reason.is_null()
+    # No device does more than its peak: then the peak, the times or the shapes are wrong.
+    exceeds = pl.when(pl.col("hardware_ns") > device_ns).then(pl.lit(_IMPOSSIBLE_REASON))
+    withheld = pl.coalesce(reason, exceeds)
+    computable = withheld.is_null()
     recompute = pl.col("why")
     unplaced_ns = pl.col("busy_ns") - pl.col("placed_busy_ns")
     return rows.select(
@@ -281,5 +285,5 @@ def _compute_fractions(
         .alias("placed_fraction"),
         pl.when(computable & recompute.is_null()).then(pl.col("model_ns") / device_ns).alias("mfu"),
         pl.when(computable).then(pl.col("hardware_ns") / device_ns).alias("hfu"),
-        pl.coalesce(reason, recompute).alias("reason"),
+        pl.coalesce(withheld, recompute).alias("reason"),
     )

@@ -14,6 +14,7 @@ from traceloom import analyze
 from traceloom.analyze.across_ranks import MIN_STEPS, SlowSteps
 from traceloom.analyze.idle import GARBAGE_COLLECTION_PATTERN
 from traceloom.analyze.names import build_vocabulary
+from traceloom.analyze.steps import find_step_spans
 from traceloom.changes.changes import Change, NodeSelection, match_node_names
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message, Remark
@@ -224,7 +225,9 @@ def find_slow_steps(context: Context) -> Iterator[Message]:
         span = (None, row["duration_ns"])
         if trace is not None:
             bounds = pl.col("start_ns"), pl.col("end_ns") - pl.col("start_ns")
-            span = trace.steps.filter(pl.col("step") == row["step"]).select(bounds).row(0)
+            span = (
+                find_step_spans(trace).filter(pl.col("step") == row["step"]).select(bounds).row(0)
+            )
         yield Remark(
             title=f"{context.unit} {row['step']} takes {units.format_duration(row['over_ns'])} longer than the median one "
             f"({units.format_duration(row['median_ns'])}): more {', '.join(increases) or 'of unknown origin'}{rank_text}",

@@ -13,7 +13,7 @@ from traceloom.system.sanitize import sanitize
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
-    from traceloom.report.documents.report import AccountRow, GpuAccountRow, RankRow
+    from traceloom.report.documents.report import AccountRow, GpuAccountRow, RankRow, StepRow
 
 
 _ANONYMOUS = re.compile(r"\(anonymous namespace\)::|_GLOBAL__N__\w*::|\{anonymous\}::")
@@ -30,6 +30,18 @@ _ELLIPSIS = "…"
 def format_rank_name(entry: Mapping[str, Any], position: int) -> str:
     """Returns the name of the rank at a position of the document's `ranks`."""
     return f"trace {position + 1}" if entry.get("rank") is None else f"rank {entry['rank']}"
+
+
+def is_device_paced(entry: RankRow) -> bool:
+    """Whether the host of a rank runs ahead, so that the periods of its device are the steps."""
+    times = entry["step_times"]
+    return times is not None and times["clock"] == "device"
+
+
+def get_step_length(entry: RankRow, step: StepRow) -> int:
+    """Returns how long a step of a rank takes, by the clock that sets the pace."""
+    period_ns = step["device_period_ns"] if is_device_paced(entry) else None
+    return step["duration_ns"] if period_ns is None else period_ns
 
 
 def format_rank(rank: int | None) -> str:

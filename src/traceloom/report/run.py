@@ -346,6 +346,7 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
     step_times: StepTimesRow | None = None
     if times.count:
         step_times = {
+            "clock": times.clock,
             "count": times.count,
             "median_ns": absent.value(times.median_ns, "ranks[*].step_times.median_ns"),
             "min_ns": absent.value(times.min_ns, "ranks[*].step_times.min_ns"),

@@ -321,7 +321,7 @@ def test_operators_are_compared_by_what_they_launched_whenever_it_ran() -> None:
     slower = late[0], replace(late[1], kernel_us=200)
     found = compare(
         built(late, steps=1), built(slower, steps=1)
-    )  # a step of 300 us: most of `add` runs behind it
+    )  # a step of 300 us: most of the slower `add` runs behind it, and so the step takes 400
     found.check()
     row = found.operators.row(by_predicate=pl.col("operator") == "aten::add", named=True)
     assert (row["base_duration_ns"], row["new_duration_ns"], row["duration_difference_ns"]) == (
@@ -329,7 +329,8 @@ def test_operators_are_compared_by_what_they_launched_whenever_it_ran() -> None:
         200 * US,
         100 * US,
     )
-    assert row["device_difference_ns"] == 0
+    assert row["device_difference_ns"] == 120 * US
+    assert (found.base_ns, found.new_ns) == (300 * US, 400 * US)
     assert (row["status"], found.operators["operator"][0]) == ("slower", "aten::add")
 
 

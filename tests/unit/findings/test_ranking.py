@@ -84,7 +84,7 @@ def test_what_saves_next_to_nothing_is_dropped() -> None:
 
 def test_a_bound_holds() -> None:
     here = context("device")
-    bound = round(0.02 * here.whole_ns)
+    bound = round(0.02 * here.step_ns)
     (found,) = rank(
         here, [rule("bounded", candidate("kernels * 0.1", at_most_ns=bound))], steps=1
     ).time

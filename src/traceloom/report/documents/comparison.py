@@ -111,6 +111,7 @@ class ComparedStepRow(TypedDict):
     rank: int | None
     step: int | None
     duration_ns: int
+    host_ns: int
 
 
 class ComparisonDocument(DocumentHead):

@@ -62,8 +62,8 @@ DeviceTimeRow = TypedDict("DeviceTimeRow", {
     "idle_causes": dict[str, int],
 })
 StepRow = TypedDict("StepRow", {
-    "step": int, "name": str, "start_ns": int, "duration_ns": int, "complete": bool, "lag_ns": int | None,
-    "launch_count": int, "devices": list[DeviceTimeRow],
+    "step": int, "name": str, "start_ns": int, "duration_ns": int, "device_period_ns": int | None, "complete": bool,
+    "lag_ns": int | None, "launch_count": int, "devices": list[DeviceTimeRow],
 })
 GpuAccountDevicesRow = TypedDict("GpuAccountDevicesRow", {
     "device": int, "name": str | None, "window_ns": int, "compute_ns": int, "exposed_communication_ns": int,
@@ -86,7 +86,8 @@ RankHostValue = TypedDict("RankHostValue", {
     "threads": list[ThreadRow], "account": list[AccountRow],
 })
 StepTimesRow = TypedDict("StepTimesRow", {
-    "count": int, "median_ns": int, "min_ns": int, "max_ns": int, "spread_fraction": float | None, "evidence": str,
+    "clock": str, "count": int, "median_ns": int, "min_ns": int, "max_ns": int, "spread_fraction": float | None,
+    "evidence": str,
 })
 RankRow = TypedDict("RankRow", {
     "rank": int | None, "host_name": str | None, "world_size": int | None, "path": str, "start_ns": int,

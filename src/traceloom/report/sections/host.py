@@ -22,7 +22,13 @@ from traceloom.report.document import (
     UnknownValues,
     format_yes_no,
 )
-from traceloom.report.labels import ACTIVITIES, build_time_parts, fit_name, format_rank_name
+from traceloom.report.labels import (
+    ACTIVITIES,
+    build_time_parts,
+    fit_name,
+    format_rank_name,
+    get_step_length,
+)
 from traceloom.report.sections.section import (
     Columns,
     CoreSection,
@@ -449,7 +455,11 @@ class DataLoadingSection(CoreSection):
         # windows
         loaders = {wait["rank"] for wait in waits}
         ranks = [rank for rank in document["ranks"] if rank["rank"] in loaders]
-        length = sum(step["duration_ns"] for rank in ranks for step in rank["steps"])
+        length = sum(
+            max(step["duration_ns"], get_step_length(rank, step))
+            for rank in ranks
+            for step in rank["steps"]
+        )
         waited = sum(row["wait_ns"] or 0 for row in loading["steps"]) if length else total
         total_ns = length or sum(rank["window_ns"] for rank in ranks)
         longest = max(wait["duration_ns"] for wait in waits)

@@ -25,6 +25,8 @@ from traceloom.report.labels import (
     fit_name,
     format_rank_name,
     get_main_thread_account,
+    get_step_length,
+    is_device_paced,
 )
 from traceloom.report.sections.device_time import build_share_columns, compute_shares
 from traceloom.report.sections.ranks import RanksSection
@@ -107,7 +109,7 @@ class StepsSection(CoreSection):
                         "rank": format_rank_name(rank, k),
                         "steps": len(rank["steps"]),
                         **(rank["step_times"] or {}),
-                        "each": [step["duration_ns"] for step in rank["steps"]],
+                        "each": [get_step_length(rank, step) for step in rank["steps"]],
                     }
                     for k, rank in enumerate(ranks)
                     if rank["steps"]
@@ -123,7 +125,8 @@ class StepsSection(CoreSection):
 
 def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
     """Builds a bar per step; the longest step fills the column."""
-    longest = max(step["duration_ns"] for step in rank["steps"])
+    longest = max(get_step_length(rank, step) for step in rank["steps"])
+    ahead = is_device_paced(rank)
     gpu = any(step.get("devices") for step in rank["steps"])
     times, note = rank["step_times"], ""
     if times is not None:
@@ -172,8 +175,9 @@ def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
         rows.append(
             {
                 "step": step["step"],
-                "bar": Bar(parts, total_ns or step["duration_ns"], longest),
-                "duration": step["duration_ns"],
+                "bar": Bar(parts, total_ns or get_step_length(rank, step), longest),
+                "duration": get_step_length(rank, step),
+                "host": step["duration_ns"],
                 "whole": "yes" if step.get("complete", True) else "no",
                 "range": f"{step['start_ns']}-{step['start_ns'] + step['duration_ns']}",
                 **share_cells,
@@ -191,8 +195,11 @@ def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:
                 "duration",
                 "Duration",
                 "time",
-                "from the start of the step to the start of the next",
+                "from the end of the last GPU work of the step before to that of this one"
+                if ahead
+                else "from the start of the step to the start of the next",
             ),
+            *([Col("host", "Host", "time", "on the host, which runs ahead")] if ahead else ()),
             *(build_share_columns(DEVICE_TIMES, narrow=False) if gpu else ()),
             *((lag, launches) if gpu else ()),
             Col("whole", "Whole", "text", "no: the recording cuts the step off", narrow=cut),

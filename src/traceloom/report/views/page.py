@@ -24,7 +24,7 @@ from traceloom.analyze.memory_answers import MIN_STEPS
 from traceloom.report import memory as tables
 from traceloom.report.document import Col, Table
 from traceloom.report.figure import escape_html, render_inline_code, render_memory_figure
-from traceloom.report.labels import format_memory_name, format_rank_name
+from traceloom.report.labels import format_memory_name, format_rank_name, get_step_length
 from traceloom.report.memory import explain_unknown_growth
 from traceloom.report.sections import GROUPS, load_core_sections, select_visible_sections
 from traceloom.report.sections.section import Section
@@ -158,11 +158,9 @@ def _choose_step(ranks: list[RankRow]) -> tuple[int | None, bool]:
     ranks, whole steps before cut ones.
     """
     lengths: dict[int, int] = {}
-    for steps in (
-        [s for s in rank.get("steps") or [] if s.get("complete", True)] for rank in ranks
-    ):
-        for step in steps:
-            lengths[step["step"]] = max(lengths.get(step["step"], 0), step["duration_ns"])
+    for rank in ranks:
+        for step in (step for step in rank["steps"] if step["complete"]):
+            lengths[step["step"]] = max(lengths.get(step["step"], 0), get_step_length(rank, step))
     if not lengths:
         return None, False
     order = sorted(lengths, key=lambda step: (lengths[step], step))

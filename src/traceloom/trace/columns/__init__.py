@@ -143,6 +143,12 @@ TIMES: dict[str, Column] = {
     ),
     "exposed_ns": Column("time", "Exposed", "no compute runs beside it"),
     "lag_ns": Column("time", "Lag", "from the end of the step to the end of its last GPU work"),
+    "device_period_ns": Column(
+        "time",
+        "GPU period",
+        "from the end of the last GPU work of the step before to that of this one",
+        "the step launched no GPU work",
+    ),
     "gap_ns": Column(
         "time", "Gaps inside", "time between its pieces of work in which nothing runs"
     ),

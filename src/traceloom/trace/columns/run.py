@@ -116,6 +116,11 @@ RANK_COLUMNS: dict[str, Column] = {
     "ranks.host.account.ns": Column(
         "time", "Time", "time of the thread in this step, phase and activity"
     ),
+    "ranks.step_times.clock": Column(
+        "text",
+        "Clock",
+        "whose time the steps are: device (`device_period_ns`) where the host runs ahead, else host",
+    ),
     "ranks.step_times.count": Column("count", "Steps", "complete steps"),
     "ranks.step_times.median_ns": Column("time", "Median", "median duration of the complete steps"),
     "ranks.step_times.min_ns": Column("time", "Min", "duration of the shortest complete step"),

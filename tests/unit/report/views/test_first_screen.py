@@ -12,6 +12,7 @@ from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.pages import tables
 from support.public_traces import DATA
 from traceloom.report import ReportOptions, build
+from traceloom.report.labels import get_step_length
 from traceloom.report.views.markdown import render as markdown
 from traceloom.report.views.page import build_sections, render_key_numbers
 from traceloom.report.views.page_head import Reasons, list_key_numbers, render_headline
@@ -97,7 +98,7 @@ def sums(document: dict[str, Any]) -> dict[str, int]:
 
 def lengths(document: dict[str, Any]) -> list[int]:
     return sorted(
-        step["duration_ns"]
+        get_step_length(rank, step)
         for rank in document["ranks"]
         for step in rank["steps"]
         if step["complete"]
