@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,7 +21,7 @@ from traceloom.analyze.gpu_time import (
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.steps import DEVICE, has_request_steps, step_times
+from traceloom.analyze.steps import DEVICE, StepTimes, has_request_steps, step_times
 from traceloom.system.units import format_count, format_duration, format_share
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session, read_run_steps
@@ -79,7 +80,7 @@ _MIN_FIRST_STEP_EXCESS = 2.0  # usual steps by which the first one takes longer,
 _MIN_RUN_SHARE = 0.05  # and of the time of all steps: reported from here on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AnswerInputs:
     """The analyses that the answer is made of, for one trace; a report that has them already passes
     them on.
@@ -91,6 +92,7 @@ class AnswerInputs:
     host: HostTime
     operators: Operators
     data_loading: DataLoading
+    step_times: StepTimes
 
     @cached_property
     def account(self) -> DeviceAccount:
@@ -123,7 +125,13 @@ class Answer(Result):
 def gather_inputs(trace: Trace) -> AnswerInputs:
     """Runs the analyses that the answer needs."""
     return AnswerInputs(
-        trace, gpu_time(trace), idle(trace), host(trace), operators(trace), data_loading(trace)
+        trace,
+        gpu_time(trace),
+        idle(trace),
+        host(trace),
+        operators(trace),
+        data_loading(trace),
+        step_times(trace),
     )
 
 
@@ -140,6 +148,7 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
         if facts_of_traces is None
         else list(facts_of_traces)
     )
+    processes = dict(zip(all_facts, session.process_numbers, strict=True))
     on_gpu = [fact for fact in all_facts if fact.gpu.devices.height]
     rows: list[tuple[str, str, int]] = []  # label, kind, ns
     for fact in on_gpu:  # work of the devices in the window of the account; idle time by cause
@@ -186,17 +195,15 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
     if not total_ns:
         return Answer("Nothing to account for: the traces hold no timed events.", parts, None, 0)
     summary = (
-        _describe_gpus(parts, total_ns, on_gpu)
+        _describe_gpus(parts, total_ns, on_gpu, [processes[fact] for fact in on_gpu])
         if on_gpu
         else _describe_threads(parts, total_ns, all_facts)
     )
-    sentence = (
-        f"{_describe_scope(on_gpu or all_facts)}: {summary}.{_describe_first_step(all_facts)}"
-    )
+    sentence = f"{_describe_scope(on_gpu or all_facts, processes)}: {summary}.{_describe_first_step(all_facts)}"
     return Answer(
         sentence,
         parts,
-        _compute_median_step_ns([fact.trace for fact in on_gpu or all_facts]),
+        _compute_median_step_ns(on_gpu or all_facts),
         total_ns,
     )
 
@@ -238,32 +245,42 @@ def _describe_first_step(all_facts: list[AnswerInputs]) -> str:
     )
 
 
-def _describe_scope(all_facts: list[AnswerInputs]) -> str:
+def _describe_scope(
+    all_facts: list[AnswerInputs], process_numbers: Mapping[AnswerInputs, int]
+) -> str:
     """Returns the ranks, and the time that the parts add up to: `Ranks 0-7, 5 steps of 212 ms`."""
     traces = [fact.trace for fact in all_facts]
     ranks = sorted({trace.rank for trace in traces if trace.rank is not None})
-    if len(ranks) == 1 and len(traces) == 1 and (traces[0].meta.world_size or 1) == 1:
+    windows = Counter(process_numbers[fact] for fact in all_facts)
+    if len(ranks) == 1 and len(windows) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    lengths, step_ns = _collect_step_durations(traces), _compute_median_step_ns(traces)
+    lengths, step_ns = _collect_step_durations(all_facts), _compute_median_step_ns(all_facts)
     if step_ns is not None:
         stepped = [trace.steps for trace in traces if has_step_time(trace)]
-        number = max(steps.height for steps in stepped)
+        counts: Counter[int] = Counter()
+        for fact in all_facts:
+            counts[process_numbers[fact]] += (
+                fact.trace.steps.height if has_step_time(fact.trace) else 0
+            )
+        number = max(counts.values())
         word = "request" if any(has_request_steps(trace) for trace in traces) else "step"
         span = (
             f"{format_count(number)} {word}s of {format_duration(step_ns)}"
             if number > 1
             else f"1 {word} of {format_duration(step_ns)}"
         )
+        if (window_count := max(windows.values())) > 1:
+            span += f" in {window_count} windows of the recording"
         rank_medians = [
-            ns for trace in traces if (ns := _compute_median_step_ns([trace])) is not None
+            ns for fact in all_facts if (ns := _compute_median_step_ns([fact])) is not None
         ]
         if max(rank_medians) - min(rank_medians) > _MAX_STEP_DIFFERENCE * max(rank_medians):
             span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
         elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
             span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
-        ahead = [step_times(trace) for trace in traces if step_times(trace).clock == DEVICE]
+        ahead = [fact.step_times.steps for fact in all_facts if fact.step_times.clock == DEVICE]
         if ahead:
-            launched = pl.concat([times.steps.filter("complete")["duration_ns"] for times in ahead])
+            launched = pl.concat(steps.filter("complete")["duration_ns"] for steps in ahead)
             span += (
                 f" on the GPU (the host runs ahead: it launches one in "
                 f"{format_duration(int(launched.median() or 0))})"  # type: ignore[arg-type]
@@ -295,20 +312,20 @@ def _describe_scope(all_facts: list[AnswerInputs]) -> str:
         )
         return f"{ranks_label}, {span}"
     return (
-        f"{format_count(len(traces))} processes, {span}"
-        if len(traces) > 1
+        f"{format_count(len(windows))} processes, {span}"
+        if len(windows) > 1
         else span[0].upper() + span[1:]
     )
 
 
-def _compute_median_step_ns(traces: list[Trace]) -> int | None:
-    middle = _collect_step_durations(traces).median()
+def _compute_median_step_ns(all_facts: list[AnswerInputs]) -> int | None:
+    middle = _collect_step_durations(all_facts).median()
     return None if middle is None else int(middle)  # type: ignore[arg-type]
 
 
-def _collect_step_durations(traces: list[Trace]) -> pl.Series:
+def _collect_step_durations(all_facts: list[AnswerInputs]) -> pl.Series:
     """Returns durations of the whole steps of all ranks; of all steps, where none is whole."""
-    all_times = [step_times(trace) for trace in traces]
+    all_times = [fact.step_times for fact in all_facts]
     steps = pl.concat(
         [times.steps.select(times.durations.alias("ns"), "complete") for times in all_times]
     )
@@ -316,11 +333,19 @@ def _collect_step_durations(traces: list[Trace]) -> pl.Series:
     return steps.filter(is_complete, pl.col("ns") > 0)["ns"]
 
 
-def _describe_gpus(parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs]) -> str:
+def _describe_gpus(
+    parts: pl.DataFrame, total_ns: int, all_facts: list[AnswerInputs], process_numbers: list[int]
+) -> str:
     sums = (
         parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     )
-    devices = sum(fact.gpu.devices.height for fact in all_facts)
+    devices = len(
+        {
+            (process, device)
+            for process, fact in zip(process_numbers, all_facts, strict=True)
+            for device in fact.gpu.devices["device"]
+        }
+    )
     name = (
         f"GPU {all_facts[0].gpu.devices['device'][0]} is"
         if devices == 1

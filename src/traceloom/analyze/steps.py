@@ -69,6 +69,11 @@ class StepTimes(Result):
         """How long each step takes, by the clock that sets the pace."""
         return self.steps["device_period_ns" if self.clock == DEVICE else "duration_ns"]
 
+    def select(self, first: int, last: int) -> StepTimes:
+        """Returns the steps of these numbers, both included, and their spread."""
+        steps = self.steps.filter(pl.col("step").is_between(first, last))
+        return _compute_spread(steps, self.clock, self.evidence)
+
 
 HOST, DEVICE = "host", "device"
 
@@ -152,11 +157,13 @@ def _compute_step_times(traces: Sequence[Trace]) -> Iterable[StepTimes]:
         device_period_ns=pl.when(pl.col("launch_count") > 0).then(period_ns),
         lag_ns=(pl.col("last_end_ns") - pl.col("end_ns")).clip(lower_bound=0),
     )
-    return map(
-        _compute_spread,
-        traces,
-        (trace_steps.pipe(cast_to_schema, SCHEMA) for trace_steps in split_by_trace(steps, traces)),
-    )
+    times = []
+    for trace, rows in zip(traces, split_by_trace(steps, traces), strict=True):
+        trace_steps = rows.pipe(cast_to_schema, SCHEMA)
+        evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
+        clock = HOST if evidence == REQUEST else _choose_clock(trace_steps)
+        times.append(_compute_spread(trace_steps, clock, evidence))
+    return times
 
 
 def _collect_device_steps(traces: Sequence[Trace]) -> pl.DataFrame:
@@ -189,9 +196,7 @@ def _collect_device_steps(traces: Sequence[Trace]) -> pl.DataFrame:
     ).with_columns(high_ns=pl.coalesce("last_end_ns", "low_ns"))
 
 
-def _compute_spread(trace: Trace, steps: pl.DataFrame) -> StepTimes:
-    evidence = str(trace.steps["evidence"][0]) if trace.steps.height else "none"
-    clock = HOST if evidence == REQUEST else _choose_clock(steps)
+def _compute_spread(steps: pl.DataFrame, clock: str, evidence: str) -> StepTimes:
     whole = steps.filter("complete")
     durations = whole["device_period_ns" if clock == DEVICE else "duration_ns"].to_numpy()
     if not durations.size:

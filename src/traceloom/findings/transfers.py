@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,6 +15,7 @@ from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
+from traceloom.trace.trace import Trace
 
 _MIN_BYTES = 4096  # fewer bytes are a value that is read, not data that is moved
 _MIN_SHARE = 0.02
@@ -168,12 +170,26 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
             )
 
 
+def _find_highest_peaks(context: Context) -> Iterator[tuple[Trace, dict[str, Any]]]:
+    """Yields the pool of each device of each process at its highest peak, in whichever window of
+    the recording that was.
+    """
+    process = dict(zip(map(id, context.traces), context.session.process_numbers, strict=True))
+    highest: dict[tuple[Any, ...], tuple[Trace, dict[str, Any]]] = {}
+    for trace, allocations in context.allocations:
+        for row in allocations.pools.to_dicts():
+            key = (process[id(trace)], row["device_type"], row["device"])
+            if key not in highest or row["peak_bytes"] > highest[key][1]["peak_bytes"]:
+                highest[key] = trace, row
+    yield from highest.values()
+
+
 def find_fragmentation(context: Context) -> Iterator[Message]:
     """Reports memory that the allocator holds and cannot give out."""
     if not context.allocations:
         yield Abstention("memory-fragmentation", _NOT_RECORDED)
-    for trace, allocations in context.allocations:
-        for row in allocations.pools.drop_nulls("reserved_at_peak_bytes").to_dicts():
+    for trace, row in _find_highest_peaks(context):
+        if row["reserved_at_peak_bytes"] is not None:
             spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
             if spare > _MIN_FRAGMENTED_SHARE * row["reserved_at_peak_bytes"]:
                 yield MemoryCandidate(
@@ -192,24 +208,23 @@ def find_nearly_full_memory(context: Context) -> Iterator[Message]:
     """Reports a device that is nearly full."""
     if not context.allocations:
         yield Abstention("memory-nearly-full", _NOT_RECORDED)
-    for trace, allocations in context.allocations:
+    for trace, row in _find_highest_peaks(context):
         sizes = {
             d.get("device"): d.get("memory_bytes")
             for d in (trace.meta.capture or {}).get("devices") or []
         }
-        for row in allocations.pools.to_dicts():
-            capacity = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
-            used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)
-            if isinstance(capacity, int) and used > _NEARLY_FULL_SHARE * capacity:
-                yield MemoryCandidate(
-                    title=f"{units.format_size(used)} of {units.format_size(capacity)} are taken at the peak",
-                    saving_bytes=None,
-                    risk="a larger batch, a longer sequence or fragmentation ends the run",
-                    severe=True,
-                    confidence=0.8,
-                    advice="See who holds it: traceloom memory; checkpoint activations, shard states, lower the batch.",
-                    evidence=(Evidence("peak", trace.rank, row["peak_time_ns"]),),
-                )
+        capacity = sizes.get(row["device"]) if row["device_type"] != "cpu" else None
+        used = max(row["peak_bytes"], row["reserved_at_peak_bytes"] or 0)
+        if isinstance(capacity, int) and used > _NEARLY_FULL_SHARE * capacity:
+            yield MemoryCandidate(
+                title=f"{units.format_size(used)} of {units.format_size(capacity)} are taken at the peak",
+                saving_bytes=None,
+                risk="a larger batch, a longer sequence or fragmentation ends the run",
+                severe=True,
+                confidence=0.8,
+                advice="See who holds it: traceloom memory; checkpoint activations, shard states, lower the batch.",
+                evidence=(Evidence("peak", trace.rank, row["peak_time_ns"]),),
+            )
 
 
 MEMORY_RULES = (

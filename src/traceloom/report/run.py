@@ -134,6 +134,8 @@ def build(
     chosen_sections = select_sections(options.only)
     complete_session = selected(session, replace(options, steps=None))
     part = selected(session, options)
+    process_of = dict(zip(map(id, session.traces), session.process_numbers, strict=True))
+    processes = [process_of[id(trace)] for trace in complete_session.traces]
     absent = UnknownValues(part.epoch_ns, collect_reasons(chosen_sections))
     faults = SectionErrors(options.only)
     with (
@@ -195,7 +197,10 @@ def build(
         "inputs": _build_input_rows((complete_session,), absent),
         "notices": _build_notice_rows(notices, absent),
         "capture": absent.value(session.capture, "capture"),
-        "ranks": [build_rank_entry(m, absent, cut=options.steps is not None) for m in ranks],
+        "ranks": [
+            build_rank_entry(m, absent, process, cut=options.steps is not None)
+            for m, process in zip(ranks, processes, strict=True)
+        ],
         **cast("ReportDocument", core_values | sections),
         "findings": findings,
         "findings_ground": context,
@@ -316,7 +321,9 @@ def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> li
     ]
 
 
-def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: bool) -> RankRow:
+def build_rank_entry(
+    measured: RankMeasurements, absent: UnknownValues, process: int, *, cut: bool
+) -> RankRow:
     """Returns one entry of `ranks`; `cut` means that only selected steps are included."""
     trace, meta, gpu, times = measured.trace, measured.trace.meta, measured.gpu, measured.step_times
     start, end = trace.start_ns, trace.end_ns
@@ -360,6 +367,7 @@ def build_rank_entry(measured: RankMeasurements, absent: UnknownValues, *, cut: 
         absent.say("ranks[*].step_times")
     return {
         "rank": absent.value(meta.rank, "ranks[*].rank"),
+        "process_number": process,
         "host_name": absent.value(meta.host, "ranks[*].host_name"),
         "world_size": absent.value(meta.world_size, "ranks[*].world_size"),
         "path": restore_addresses(meta.path),

@@ -21,6 +21,7 @@ import importlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -98,6 +99,26 @@ class Session:
     def ranks(self) -> tuple[int | None, ...]:
         """The ranks of `traces`, in their order (None where a trace does not say)."""
         return tuple(trace.rank for trace in self.traces)
+
+    @cached_property
+    def process_numbers(self) -> tuple[int, ...]:
+        """The number of the process, from 0, of each trace: a process may have several windows.
+
+        Traces at disjoint times that say one rank, or no rank and one process of one host, are
+        windows of one process.
+        """
+        numbers: list[int] = []
+        last_end_ns: dict[tuple[Any, ...], int] = {}
+        known: dict[tuple[Any, ...], int] = {}
+        for trace in self.traces:
+            key: tuple[Any, ...] = (
+                (trace.meta.host, trace.meta.process) if trace.rank is None else (trace.rank,)
+            )
+            is_window = key in known and None not in key[-1:] and trace.start_ns >= last_end_ns[key]
+            number = known[key] if is_window else len(set(numbers))
+            numbers.append(number)
+            known[key], last_end_ns[key] = number, trace.end_ns
+        return tuple(numbers)
 
     @property
     def world_size(self) -> int | None:

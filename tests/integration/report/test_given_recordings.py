@@ -12,6 +12,7 @@ from traceloom import Session, analyze
 from traceloom.analyze.answer import answer
 from traceloom.analyze.critical_path import critical_path
 from traceloom.errors import InputError
+from traceloom.report import ReportOptions, build
 
 
 @pytest.fixture
@@ -43,6 +44,19 @@ def test_records_that_overlap_by_the_jitter_of_the_clock_follow_each_other(faili
     assert length["compute"] == pytest.approx(0.98, abs=0.005)
     assert length.get("pause", 0) < 0.001
     assert "overlapping-gpu-work" not in slugs(session)
+
+
+def test_two_recordings_of_a_process_are_one_process(failing: Path) -> None:
+    session = load(failing / "03_two_windows")
+    assert session.process_numbers == (0, 0)
+    sentence = answer(session).sentence
+    assert sentence.startswith("6 steps of 1.00 ms in 2 windows of the recording: GPU 0 is")
+    document = build(session, ReportOptions(full=True))
+    assert [row["process_number"] for row in document["ranks"]] == [0, 0]
+    (memory,) = document["memory"]["devices"]
+    assert memory["peak_bytes"] == pytest.approx(105e6, rel=0.01)
+    titles = [finding["title"] for finding in document["findings"]]
+    assert len(titles) == len(set(titles))
 
 
 def test_kernels_without_a_time_are_left_out_and_counted(failing: Path) -> None:

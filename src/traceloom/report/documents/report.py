@@ -90,8 +90,8 @@ StepTimesRow = TypedDict("StepTimesRow", {
     "evidence": str,
 })
 RankRow = TypedDict("RankRow", {
-    "rank": int | None, "host_name": str | None, "world_size": int | None, "path": str, "start_ns": int,
-    "window_ns": int, "event_count": int, "devices": list[DeviceRow], "steps": list[StepRow],
+    "rank": int | None, "process_number": int, "host_name": str | None, "world_size": int | None, "path": str,
+    "start_ns": int, "window_ns": int, "event_count": int, "devices": list[DeviceRow], "steps": list[StepRow],
     "outside": list[DeviceTimeRow], "gpu_account": GpuAccountRow | None, "idle": list[IdleRow], "host": RankHostValue,
     "step_times": StepTimesRow | None,
 })

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import polars as pl
 
 from traceloom.analyze.memory_answers import GROWTH, explain
@@ -82,12 +83,19 @@ class MemorySection(CoreSection):
                         "reserved_bytes": device_curve["reserved_bytes"].to_list(),
                     }
                 )
-        return {
-            "devices": unknowns.convert_list(
-                measurements.concat(lambda rank: rank.memory.devices), "memory.devices"
-            ),
-            "curve": curves,
-        }
+        # A device of a process that has several windows is one device, told at its highest peak.
+        processes = pl.Series(measurements.part.process_numbers, dtype=pl.Int64)
+        heights = [rank.memory.devices.height for rank in measurements.results]
+        devices = measurements.concat(lambda rank: rank.memory.devices).with_columns(
+            process=processes.gather(np.repeat(np.arange(len(heights)), heights))
+        )
+        highest = (
+            pl.col("peak_bytes")
+            .rank("ordinal", descending=True)
+            .over("process", "device_type", "device")
+        )
+        devices = devices.filter(highest == 1).drop("process")
+        return {"devices": unknowns.convert_list(devices, "memory.devices"), "curve": curves}
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """Yields the peaks of every device of every rank."""

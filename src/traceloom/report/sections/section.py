@@ -97,7 +97,13 @@ class RankMeasurements:
     def facts(self) -> AnswerInputs:
         """Returns the inputs of the answer."""
         return AnswerInputs(
-            self.trace, self.gpu, self.idle, self.host, self.operators, self.data_loading
+            self.trace,
+            self.gpu,
+            self.idle,
+            self.host,
+            self.operators,
+            self.data_loading,
+            self.step_times,
         )
 
 
@@ -115,7 +121,7 @@ def measure(trace: Trace, steps: tuple[int, int] | None, *, by_shape: bool) -> R
         gpu=analyze.gpu_time(trace),
         idle=_trim_after(analyze.idle(trace)),
         host=_trim_after(analyze.host(trace)),
-        step_times=analyze.step_times(part),
+        step_times=analyze.step_times(trace),
         data_loading=analyze.data_loading(part),
         kernels=analyze.kernels(part),
         operators=_trim_after(analyze.operators(part, by_shape=by_shape)),
@@ -162,6 +168,7 @@ def _restrict_to_steps(measured: RankMeasurements, steps: tuple[int, int]) -> Ra
     )
     return replace(
         measured,
+        step_times=measured.step_times.select(*steps),
         gpu=replace(gpu, steps=gpu_steps, devices=devices),
         idle=replace(idle, gaps=idle.gaps.filter(in_steps), causes=causes, totals=totals),
         host=replace(measured.host, account=account, threads=step_threads),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING
 
 from traceloom import analyze
@@ -58,6 +60,9 @@ class StepsSection(CoreSection):
         """Describes the number and duration of steps, and the ranks with the shortest and the
         longest.
         """
+        windows = Counter(rank["process_number"] for rank in document["ranks"])
+        if len(windows) == 1 and windows[0] > 1:
+            return _describe_windows(document["ranks"])
         times = [
             (rank["step_times"], format_rank_name(rank, k))
             for k, rank in enumerate(document["ranks"])
@@ -121,6 +126,20 @@ class StepsSection(CoreSection):
         for position, rank in enumerate(ranks):
             if rank["steps"]:
                 yield _build_rank_table(rank, position, several=several)
+
+
+def _describe_windows(windows: Sequence[RankRow]) -> str | None:
+    """Describes the steps of one process in all windows of its recording."""
+    lengths = [
+        get_step_length(window, step)
+        for window in windows
+        for step in window["steps"]
+        if step["complete"]
+    ]
+    if not lengths:
+        return None
+    length = units.format_duration(int(median(lengths)))
+    return f"{len(lengths)} whole steps in {len(windows)} windows; median {length}"
 
 
 def _build_rank_table(rank: RankRow, position: int, *, several: bool) -> Table:

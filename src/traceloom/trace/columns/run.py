@@ -116,6 +116,9 @@ RANK_COLUMNS: dict[str, Column] = {
     "ranks.host.account.ns": Column(
         "time", "Time", "time of the thread in this step, phase and activity"
     ),
+    "ranks.process_number": Column(
+        "count", "Process", "number of the process, from 0; windows of one process share it"
+    ),
     "ranks.step_times.clock": Column(
         "text",
         "Clock",
