@@ -279,13 +279,15 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
             for frame in (operators, tree)
         )
         kernels = kernels[:0]
+    # A trace without steps is compared by its window, which is no step.
+    compared = ["window" if side.steps["step"].null_count() else "step" for side in sides]
     stated = pl.concat([compare_conditions(*runs), compare_programs(union, *counts)])
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))
     return Comparison(
         sentence=_describe_difference(
-            lengths[0], lengths[1], differ, breakdown, operators, kernels
+            lengths[0], lengths[1], compared, differ, breakdown, operators, kernels
         ),
-        comparable=not differ.height,
+        comparable=not differ.height and len(set(compared)) == 1,
         account="device" if has_device_steps else "host",
         base_ns=lengths[0],
         new_ns=lengths[1],
@@ -309,20 +311,29 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
 def _describe_difference(  # noqa: PLR0917  (the parts of the sentence)
     base: int,
     new: int,
+    compared: list[str],
     differ: pl.DataFrame,
     breakdown: pl.DataFrame,
     operators: pl.DataFrame,
     kernels: pl.DataFrame,
 ) -> str:
     difference = new - base
+    unit = compared[0]
+    if compared[1] != unit:
+        base_length, new_length = units.format_duration(base), units.format_duration(new)
+        without = "the base" if unit == "window" else "the new run"
+        return (
+            f"The {unit} of the base takes {base_length}, the {compared[1]} of the new run {new_length}: {without} has no "
+            "steps, so the times cannot be held against each other."
+        )
     changes = any(
         frame.filter(pl.col("status").cast(pl.String) != SAME).height
         for frame in (operators, kernels)
     )
     if not difference and not changes:
-        return f"No difference: the step takes {units.format_duration(base)} on both sides, and so does everything in it."
+        return f"No difference: the {unit} takes {units.format_duration(base)} on both sides, and so does everything in it."
     change = units.format_change(difference / max(base, 1))
-    text = f"The step takes {units.format_duration(new)} instead of {units.format_duration(base)} ({change})"
+    text = f"The {unit} takes {units.format_duration(new)} instead of {units.format_duration(base)} ({change})"
     largest = breakdown.sort(pl.col("difference_ns").abs(), descending=True).row(0, named=True)
     if largest["difference_ns"]:
         sign = "+" if largest["difference_ns"] > 0 else "−"

@@ -118,6 +118,7 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
         "difference_ns": document["difference_ns"],
         "change": document["change"],
     }
+    unit = "window" if any(step["step"] is None for step in document["steps"]) else "step"
     subject = (
         "each device"
         if document["account"] == "device"
@@ -127,8 +128,8 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
         "diff-parts",
         "Where the difference lies",
         [*_build_time_columns("mean per step", adds_up=True), Col("name", "Part", "name")],
-        [*parts, {"name": "the step", **step_times, "of_step": document["change"]}],
-        note=f"Every nanosecond of {subject} in a usual step; the rows add up to the step, and so do their "
+        [*parts, {"name": f"the {unit}", **step_times, "of_step": document["change"]}],
+        note=f"Every nanosecond of {subject} in {'a usual step' if unit == 'step' else 'the window'}; the rows add up to the {unit}, and so do their "
         "differences.",
     )
     if rows := [row for row in document["kernels"] if row["status"] != "same"]:

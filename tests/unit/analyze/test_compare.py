@@ -456,3 +456,18 @@ def test_the_time_of_operators_on_several_threads_is_counted_once() -> None:
         "aten::div": 50 * US,
         "(outside operators)": 650 * US,
     }
+
+
+def test_a_window_is_no_step() -> None:
+    stepped = built(PROGRAM)
+    unstepped = TraceBuilder().op("aten::linear", 10, 50).op("aten::sum", 900, 50).build()
+    both = compare(unstepped, unstepped).sentence
+    assert "the window takes 940 µs on both sides" in both
+    mixed = compare(stepped, unstepped)
+    mixed.check()
+    assert not mixed.comparable
+    assert mixed.sentence.startswith(
+        "The step of the base takes 300 µs, the window of the new run 940 µs"
+    )
+    assert "the new run has no steps" in mixed.sentence
+    assert "%" not in mixed.sentence

@@ -85,7 +85,7 @@ _PHASE_PATHS = {
     host_events.LOADING: "torch/utils/data/{}",
     host_events.BACKWARD: "torch/autograd/graph.py(0): backward",
     host_events.OPTIMIZER: "torch/optim/{}",
-    host_events.COMMUNICATION: "torch/distributed/distributed_c10d.py {}",
+    host_events.COMMUNICATION: "torch/distributed/_functional_collectives.py {}",
 }
 _BLOCKING = re.compile(BLOCKING_CALL_PATTERN)
 _BLOCKING_ELSEWHERE = re.compile(host_events.BLOCKING_RUNTIME_PATTERN)
