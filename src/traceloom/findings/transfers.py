@@ -174,11 +174,11 @@ def _find_highest_peaks(context: Context) -> Iterator[tuple[Trace, dict[str, Any
     """Yields the pool of each device of each process at its highest peak, in whichever window of
     the recording that was.
     """
-    process = dict(zip(map(id, context.traces), context.session.process_numbers, strict=True))
     highest: dict[tuple[Any, ...], tuple[Trace, dict[str, Any]]] = {}
     for trace, allocations in context.allocations:
+        process = context.session.process_of(trace)
         for row in allocations.pools.to_dicts():
-            key = (process[id(trace)], row["device_type"], row["device"])
+            key = (process, row["device_type"], row["device"])
             if key not in highest or row["peak_bytes"] > highest[key][1]["peak_bytes"]:
                 highest[key] = trace, row
     yield from highest.values()

@@ -233,7 +233,7 @@ class Columns:
                 self._add_instants(phase_entries, exact=part.exact)
             elif phase == "C":
                 self._add_counters(phase_entries, rows, part)
-            elif phase in "BEbe":
+            elif phase in ("B", "E", "b", "e"):
                 self._add_halves(phase_entries, np.array(rows), part)
             else:
                 self._damage.note(
@@ -598,6 +598,9 @@ class Columns:
         """Adds the beginnings or the ends of events, whose durations `pair_halves` finds."""
         start, _, has_time, _ = self._times(entries, exact=part.exact)
         kept = np.flatnonzero(has_time)
+        if kept.size < len(entries):
+            lost = int(part.offsets[rows[np.argmin(has_time)]])
+            self._damage.note("missing-time", f"byte {lost} of the text", len(entries) - kept.size)
         entries, begins = [entries[row] for row in kept.tolist()], entries[0].ph in "Bb"
         first = self.rows
         if begins:

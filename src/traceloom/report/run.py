@@ -134,8 +134,7 @@ def build(
     chosen_sections = select_sections(options.only)
     complete_session = selected(session, replace(options, steps=None))
     part = selected(session, options)
-    process_of = dict(zip(map(id, session.traces), session.process_numbers, strict=True))
-    processes = [process_of[id(trace)] for trace in complete_session.traces]
+    processes = [session.process_of(trace) for trace in complete_session.traces]
     absent = UnknownValues(part.epoch_ns, collect_reasons(chosen_sections))
     faults = SectionErrors(options.only)
     with (

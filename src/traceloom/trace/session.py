@@ -120,6 +120,11 @@ class Session:
             known[key], last_end_ns[key] = number, trace.end_ns
         return tuple(numbers)
 
+    def process_of(self, trace: Trace) -> int:
+        """The number of the process of one of the traces, see `process_numbers`."""
+        index = next(index for index, each in enumerate(self.traces) if each is trace)
+        return self.process_numbers[index]
+
     @property
     def world_size(self) -> int | None:
         """The number of ranks of the job, where a trace says; not the number of traces at hand."""

@@ -84,3 +84,17 @@ def test_what_has_no_end_or_no_beginning_is_counted(tmp_path: Path) -> None:
     alone = load(tmp_path, [{**events[first], "tid": 99, "ts": 1}, *events[:-1]])
     counts = {notice.slug: notice.count for notice in alone.notices}
     assert (counts["missing-time"], counts["missing-duration"]) == (1, 1)
+
+
+@pytest.mark.parametrize("phase", ["", "BE", "N"])
+def test_what_is_of_no_phase_is_no_half(tmp_path: Path, phase: str) -> None:
+    whole = build_events(1)
+    trace = load(tmp_path, [*whole, {**whole[0], "ph": phase}])
+    assert trace.events.height == len(whole)
+    assert {notice.slug: notice.count for notice in trace.notices}["unknown-phase"] == 1
+
+
+def test_halves_without_a_time_are_counted(tmp_path: Path) -> None:
+    halves = split(build_events(1))
+    trace = load(tmp_path, [*halves, {key: halves[0][key] for key in halves[0] if key != "ts"}])
+    assert {notice.slug: notice.count for notice in trace.notices}["missing-time"] == 1
