@@ -202,7 +202,7 @@ def queries(connection: Unix, pid: int) -> None:
 def a_day(directory: Path) -> None:
     """8,640 ticks of 400 series in ten metrics; then random hours of random series."""
     path = directory / "day.db"
-    history = History(path, HistorySettings(most_mb=10_000))
+    history = History(path, HistorySettings(max_mb=10_000))
     metrics = [
         "gpu_power_watts",
         "gpu_busy_ratio",
@@ -275,7 +275,7 @@ def rules() -> None:
             )
         before = time.process_time()
         values.refresh()
-        firing = sum(1 for watch in watches for _ in watch.look(now_ns))
+        firing = sum(1 for watch in watches for _ in watch.check(now_ns))
         (quiet if tick % 10 else fresh).append(time.process_time() - before)
     assert firing == 298 * 8
     line(

@@ -31,7 +31,7 @@ from traceloom.agent.fleet_link.protocol import (
     HostProcess,
     HostReport,
     UsageRow,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import TraceloomError
@@ -94,7 +94,7 @@ class Agent:
         await asyncio.sleep(random.uniform(0, 5.0))
         while True:
             path = f"/api/v1/agents/{self.name}/work?version={version}&wait={POLL_S}"
-            answer = msgspec.json.decode(await self.polls.ask("GET", path), type=WorkAnswer)
+            answer = msgspec.json.decode(await self.polls.ask("GET", path), type=WorkResponse)
             if answer.work and answer.version != version:
                 [work] = answer.work
                 self.heard(work.step)
@@ -250,7 +250,7 @@ async def measured(
     memory = memory_mb(pid)
     wanted = {"job": JOB, "steps": 3}
     before, began = cpu_s(pid), time.monotonic()
-    await asyncio.to_thread(client.post, "requests", {"wanted": wanted})
+    await asyncio.to_thread(client.post, "requests", {"spec": wanted})
     with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
         await asyncio.wait_for(all_begin.wait(), 60)
     times = {

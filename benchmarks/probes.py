@@ -124,14 +124,14 @@ def stacks(depth: int = 20, bursts: int = 60) -> dict[str, float]:
 
         result = {"plain": seconds()}
         symbols = Symbols(os.getpid())
-        symbols.look()
+        symbols.refresh()
         for name, interpreter, with_stack in (
             ("recorded", None, False),
             ("with a stack of C", None, True),
             ("with a stack of C and Python", PythonFrames(os.getpid()), True),
         ):
             taken = CallStacks(os.getpid(), symbols, interpreter)
-            taken.look()
+            taken.refresh()
             probes = CallProbes(os.getpid(), taken)
             probes.attach(
                 os.open(path, os.O_RDONLY), [(0, ProbedCall("watched\0", (), stacks=with_stack))]

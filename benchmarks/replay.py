@@ -175,7 +175,7 @@ def op_times(step: Callable[[], None], names: list[str]) -> list[int]:
     return durations
 
 
-def most_bytes(step: Callable[[], object]) -> int:
+def max_bytes(step: Callable[[], object]) -> int:
     """The highest sum of what a step allocated and did not free yet."""
     with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profiler:
         step()
@@ -269,8 +269,8 @@ def fidelity(rounds: int) -> Iterator[tuple[str, bool]]:
     )
     yield "median of ops", LIMIT_MEDIAN[0] <= middle <= LIMIT_MEDIAN[1]
     yield "spread of ops", LIMIT_SPREAD[0] <= low <= high <= LIMIT_SPREAD[1]
-    before = storages_bytes(tensors_of(step)) + most_bytes(step)
-    after = storages_bytes(program.registers) + most_bytes(execution.run_pass)
+    before = storages_bytes(tensors_of(step)) + max_bytes(step)
+    after = storages_bytes(program.registers) + max_bytes(execution.run_pass)
     print(
         f"  most memory of tensors: {before / 1e6:.1f} MB, replayed {after / 1e6:.1f} MB, ratio {after / before:.3f}"
     )

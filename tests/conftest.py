@@ -61,14 +61,14 @@ def group_cases(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 def list_left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return what `sampled(n)` leaves to `--thorough`: all but n cases of a test, taken in equal distances."""
-    left_out: set[pytest.Item] = set()
+    omitted: set[pytest.Item] = set()
     for cases in group_cases(items):
         if (marker := cases[0].get_closest_marker("sampled")) is None:
             continue
         count = min(marker.args[0], len(cases))
         kept = {number * len(cases) // count for number in range(count)}
-        left_out |= {case for number, case in enumerate(cases) if number not in kept}
-    return left_out
+        omitted |= {case for number, case in enumerate(cases) if number not in kept}
+    return omitted
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -234,7 +234,7 @@ class Fleet:
         self.tokens |= {"nobody": "", "stranger": "nonsense"}
         for name, text in (("owners", OWNERS), ("prices", PRICES)):
             self.admin.post(name, {"text": text})
-        self.request = self.admin.post("requests", {"wanted": {"job": "job", "steps": 2}})["id"]
+        self.request = self.admin.post("requests", {"spec": {"job": "job", "steps": 2}})["id"]
         until(self._traced, _WAIT_S)
         (folder / "token").write_text(self.tokens["admin"])
         who = ["--server", self.service.url, "--token-file", str(folder / "token")]

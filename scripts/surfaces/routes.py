@@ -97,7 +97,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "modules": True,
             "attach": True,
         },
-        {"host": "nowhere", "steps": 1, "most_processes": 1},
+        {"host": "nowhere", "steps": 1, "max_processes": 1},
         {"job": "slurm-7"},
     ],
     "POST /api/v1/captures": [
@@ -107,13 +107,13 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "POST /api/v1/tokens": [{"name": "new", "role": "viewer", "days": 1}],
     "POST /api/v1/requests": [
         {
-            "wanted": {"job": "job", "steps": 2},
+            "spec": {"job": "job", "steps": 2},
             "choose": "slowest-and-median",
             "start": "step",
             "at_step": 5,
         },
-        {"wanted": {"job": "job", "steps": 2}, "after_s": 3600, "mark": "mine"},
-        {"wanted": {"job": "none", "steps": 2}},
+        {"spec": {"job": "job", "steps": 2}, "after_s": 3600, "mark": "mine"},
+        {"spec": {"job": "none", "steps": 2}},
     ],
     "POST /api/v1/agents": [{"host": "node9", "days": 1}],
     "POST /api/v1/agents/enrol": [
@@ -127,7 +127,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
             "clock": {"offset_ns": 0, "error_ns": 1, "round_trips": 8},
             "devices": [{"uuid": "GPU-0", "model": "H100"}],
             "processes": [PROCESS],
-            "trouble": {"gpu": "gone"},
+            "collector_errors": {"gpu": "gone"},
             "usage": [{"minute": 1, "device": "GPU-0", "state": "busy", "device_ms": 5}],
         },
     ],

@@ -45,24 +45,22 @@ lazy(
 )
 
 if TYPE_CHECKING:
-    from traceloom import analyze as analyze
-    from traceloom import findings as findings
-    from traceloom import graph as graph
-    from traceloom.capture import record as record
-    from traceloom.capture import step as step
+    from traceloom import analyze as analyze, findings as findings, graph as graph
+    from traceloom.capture import record as record, step as step
     from traceloom.capture.autoprofile import autoprofile as autoprofile
     from traceloom.capture.scope import scope as scope
     from traceloom.changes.whatif import whatif as whatif
-    from traceloom.errors import CaptureError as CaptureError
-    from traceloom.errors import CheckError as CheckError
-    from traceloom.errors import InputError as InputError
-    from traceloom.errors import InvariantError as InvariantError
-    from traceloom.errors import OutputError as OutputError
-    from traceloom.errors import PartialError as PartialError
-    from traceloom.errors import TraceloomError as TraceloomError
-    from traceloom.errors import UsageError as UsageError
-    from traceloom.formats import load as load
-    from traceloom.formats import load_runs as load_runs
+    from traceloom.errors import (
+        CaptureError as CaptureError,
+        CheckError as CheckError,
+        InputError as InputError,
+        InvariantError as InvariantError,
+        OutputError as OutputError,
+        PartialError as PartialError,
+        TraceloomError as TraceloomError,
+        UsageError as UsageError,
+    )
+    from traceloom.formats import load as load, load_runs as load_runs
     from traceloom.graph.graph import Graph as Graph
     from traceloom.report.views.markdown import show as show
     from traceloom.trace.notice import Notice as Notice

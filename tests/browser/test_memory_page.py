@@ -10,8 +10,7 @@ import pytest
 
 from traceloom.report import build as report
 from traceloom.report.memory import build
-from traceloom.report.views.page import render
-from traceloom.report.views.page import render_report_page as report_page
+from traceloom.report.views.page import render, render_report_page as report_page
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace

@@ -14,9 +14,7 @@ from traceloom.graph import calibrate
 from traceloom.graph.job import join_ranks
 from traceloom.graph.law import law
 from traceloom.graph.rank import link_rank
-from traceloom.report import before_after
-from traceloom.report import whatif as report
-from traceloom.report import whatif as report_whatif
+from traceloom.report import before_after, whatif as report, whatif as report_whatif
 from traceloom.testing import TraceBuilder
 
 pytestmark = pytest.mark.browser
@@ -94,7 +92,7 @@ def test_every_lane_is_drawn_before_over_after_and_nothing_is_wider_than_the_pag
 
 def test_all_ranks_that_matter_are_open_and_say_what_they_gain(tab: Any) -> None:
     assert asked(tab, "[...t.rows.folded].filter((key) => !key.startsWith('p'))") == []
-    said = asked(tab, "t.events.ranks.map((rank) => rank.said)")
+    said = asked(tab, "t.events.ranks.map((rank) => rank.description)")
     assert len(said) >= 2
     assert all("before," in text for text in said)
 

@@ -68,7 +68,7 @@ def test_all_gpu_work_of_a_step_belongs_to_ops_of_the_plan(streams: Session) -> 
     of_ops = int(work.filter(launches != "cudaGraphLaunch")["duration_ns"].sum()) / 2  # two steps
     assert int(plan.ops["gpu_ns"].sum()) == pytest.approx(of_ops, rel=0.02)
     assert set(plan.ops["stream"].drop_nulls()) == {7, 13}
-    assert plan.left_out.height == 0
+    assert plan.omitted.height == 0
 
 
 def test_compiled_kernels_are_calls_with_their_tensors() -> None:

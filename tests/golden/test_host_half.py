@@ -16,7 +16,7 @@ import pytest
 from support.public_traces import CALLS, GPU_WORK, OPERATORS
 from traceloom import analyze, load
 from traceloom.findings import findings
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
@@ -363,7 +363,7 @@ def test_frames_that_hold_the_waits_of_owlv2_are_those_of_a_plain_loop(traces: A
 )
 def test_frames_hold_no_more_than_the_host_time_of_a_finding(shared_data: Path, name: str) -> None:
     session = load(shared_data / "kineto" / name)
-    stacks = any((trace.events["category"] == cat.PYTHON).any() for trace in session.traces)
+    stacks = any((trace.events["category"] == vocab.PYTHON).any() for trace in session.traces)
     most = sum(
         (trace.end_ns - trace.start_ns) * (trace.lanes["kind"] == "host").sum()
         for trace in session.traces

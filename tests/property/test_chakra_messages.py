@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from traceloom.formats.chakra import decode, encode
 from traceloom.formats.chakra.decode import DamageError

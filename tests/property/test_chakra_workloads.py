@@ -13,8 +13,7 @@ from typing import Any
 import polars as pl
 import pytest
 from google.protobuf import json_format
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from support.small_graph import small_graph
 from support.workload import METADATA, attribute, collective, node, receive, send, write_set

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from traceloom.analyze import communication, gpu_time, idle, kernels, step_times
 from traceloom.analyze.gpu_time import FIELDS

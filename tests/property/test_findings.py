@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from support.strategies import builders, waiting_builders
 from traceloom.changes.changes import parse
@@ -40,7 +39,7 @@ def of_job(traces: list[TraceBuilder], *, steps: bool) -> Session:
     return Session(tuple(built), "whatever")
 
 
-RANKS = st.lists(st.one_of(builders(most_events=20), waiting_builders()), min_size=1, max_size=2)
+RANKS = st.lists(st.one_of(builders(max_events=20), waiting_builders()), min_size=1, max_size=2)
 
 
 @unhurried

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.fleet.rules import FleetBudget
 from traceloom.fleet.triggers import DAY_NS, FleetCharge, FleetLedger

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, HostState
@@ -40,7 +39,7 @@ class Requests(RuleBasedStateMachine):
         self.now = NOW
         wanted = TraceSpec(job="j", steps=3)
         request = FleetRequest(
-            id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step" if by_step else "instant"
+            id="f", who="ada", asked_ns=NOW, spec=wanted, start="step" if by_step else "instant"
         )
         self.request = assign_hosts(request, {host: range(ranks) for host in HOSTS}, NOW)
         self.started: dict[

@@ -6,8 +6,7 @@ import json
 from random import Random
 from typing import Any, NamedTuple
 
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from traceloom.agent.hangs.flight_recorder import (
     FlightVerdict,

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.public_traces import DATA
 from traceloom.analyze import answer, data_loading, host, memory, modules, operators, quality

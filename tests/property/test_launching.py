@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import polars as pl
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from support.strategies import builders
 from traceloom.analyze import (
@@ -33,7 +32,7 @@ ANNOTATIONS = (
 @st.composite
 def served(draw: st.DrawFn) -> TraceBuilder:
     """A random trace with graphs over several streams and annotations of a server."""
-    builder = draw(builders(most_events=10))
+    builder = draw(builders(max_events=10))
     for number in range(draw(st.integers(0, 5))):
         start = draw(st.integers(0, 200))
         builder.launch(

@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import polars as pl
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.job_strategies import training_recipes
 from support.jobs import Job, Recipe, training_job

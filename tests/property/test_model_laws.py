@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from traceloom.errors import InvariantError
 from traceloom.graph.graph import is_acyclic, sort_topologically

@@ -10,8 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.fleet.analyses.attribution import (
     OTHERS_LABEL,

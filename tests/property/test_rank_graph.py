@@ -39,7 +39,7 @@ def tiled(graph: Graph) -> None:
         assert (start[1:] == start[:-1] + length[:-1]).all()
 
 
-@given(builder=builders(most_events=25))
+@given(builder=builders(max_events=25))
 def test_random_traces_make_graphs_that_keep_the_law(builder):
     graph, trace = linked(builder)
     graph.check()

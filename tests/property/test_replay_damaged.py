@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.errors import InputError
 from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder

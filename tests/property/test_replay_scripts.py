@@ -10,8 +10,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.plans import small_plan
 from traceloom.workload.replay.planning import make_plan

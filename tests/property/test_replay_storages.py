@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from traceloom.workload.replay.plan import RUN, RankPlan
 from traceloom.workload.replay.planning import make_plan

@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from support.public_traces import DATA
 from support.strategies import builders
 from traceloom.errors import InvariantError
 from traceloom.formats import load
-from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, graph as graph_schema, law
 from traceloom.graph.critical_path import (
     find_binding_edges,
     find_critical_path,
@@ -250,7 +248,7 @@ def test_a_calibrated_graph_gives_back_what_was_measured(graph: Graph) -> None:
 
 
 @unhurried
-@given(builders(most_events=25))
+@given(builders(max_events=25))
 def test_random_traces_come_back_to_the_nanosecond(builder: Any) -> None:
     _calibrated_well(link_rank(builder.build()))
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import traceloom
 from support.job_strategies import parallel_recipes, training_recipes
 from support.jobs import ParallelRecipe, Recipe, parallel_job, training_job
 from support.public_traces import DATA
-from traceloom.changes.bounds import compute_busiest_lane_ns, most_saved_ns
+from traceloom.changes.bounds import compute_busiest_lane_ns, max_saved_ns
 from traceloom.changes.changes import NODE_TARGETS, parse
 from traceloom.changes.scenario import Scenario
 from traceloom.errors import UsageError
@@ -59,7 +58,7 @@ def check(graph: Graph, *texts: str) -> bool:
     after = int(np.ptp(scenario.times(plan)))
     rounding = graph.nodes.height  # half a nanosecond at each node that is scaled
     assert after >= compute_busiest_lane_ns(scenario) - rounding, texts
-    assert whole - after <= most_saved_ns(graph, scenario) + rounding, texts
+    assert whole - after <= max_saved_ns(graph, scenario) + rounding, texts
     return True
 
 

@@ -6,8 +6,7 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import traceloom
 

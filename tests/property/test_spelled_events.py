@@ -8,8 +8,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.spelled_events import HAVE_CORRELATION, SpelledFile, spelled_files
 from traceloom.formats import read_kineto

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.fleet_link.protocol import ClockOffset
 from traceloom.fleet.service.requests import HostPart, merge_host_parts

@@ -11,8 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from support.strategies import builders
 from traceloom.formats import read_kineto
@@ -137,7 +136,7 @@ def test_a_file_in_several_gzip_members_is_the_file(
 
 
 @LAWS
-@given(builder=builders(most_events=8))
+@given(builder=builders(max_events=8))
 def test_a_file_that_holds_everything_twice_has_everything_twice(
     place: Path, builder: TraceBuilder
 ) -> None:

@@ -8,8 +8,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.config import TriggerBudget
@@ -53,7 +52,7 @@ def test_cooldown_and_budget_are_never_exceeded(
         rules = Rules(*RULES, folder=folder, budget=budget)
         rules.now_ns = now_ns
         rules.run(*workers)
-        await rules.desk.start()
+        await rules.trace_service.start()
         await rules.triggers.start(now_ns)
         return rules
 
@@ -71,9 +70,9 @@ def test_cooldown_and_budget_are_never_exceeded(
                 assert request.trigger is not None
                 fired[request.trigger.rule, request.trigger.target].append(at)
                 for target in request.targets:
-                    assert request.wanted.duration_s is not None
+                    assert request.spec.duration_s is not None
                     took, size = (
-                        request.wanted.duration_s * measured,
+                        request.spec.duration_s * measured,
                         int(MB_PER_TRACE * 1e6 * measured),
                     )
                     target.state, target.bytes = "kept", size

@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.hangs.stacks import GroupedStacks, format_ranges, group_stacks
 from traceloom.agent.ownership.model import Owner, Process

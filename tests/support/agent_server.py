@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
-from traceloom.agent.api import Check, HistoryQuery, SeriesAnswer, StatusAnswer, StepsBody
+from traceloom.agent.api import Check, HistoryQuery, SeriesResponse, StatusResponse, StepsBody
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.collectors.cgroups import OomKill
 from traceloom.agent.config import AgentPaths, Config
@@ -164,7 +164,7 @@ class SmallAgent:
         self.looked_at: list[tuple[list[int], bool]] = []
         self.requests: list[tuple[str, int]] = []
         self.questions: list[HistoryQuery] = []
-        self.desk = TraceService(
+        self.trace_service = TraceService(
             self.config,
             ProfilerRegistry(),
             lambda: self.host_snapshot.processes,
@@ -178,7 +178,7 @@ class SmallAgent:
             self.host_snapshot,
             History(None, self.config.history),
             StepCounter(),
-            places=self.desk.places,
+            places=self.trace_service.places,
             path=Path("/nowhere/hangs.json"),
             boot_id="",
             note=lambda _what, _details: None,
@@ -186,14 +186,14 @@ class SmallAgent:
         self.triggers = TriggerEngine(
             self.config,
             self.host_snapshot,
-            self.desk,
+            self.trace_service,
             TriggerStore(None),
             ThreadPoolExecutor(1),
             AuditLog(Path("/nowhere")),
             time.time_ns(),
         )
 
-    def status(self) -> StatusAnswer:
+    def status(self) -> StatusResponse:
         collectors = [
             {
                 "name": s.name,
@@ -220,7 +220,7 @@ class SmallAgent:
                 "processes": 2,
                 "collectors": collectors,
             },
-            StatusAnswer,
+            StatusResponse,
         )
 
     async def doctor(self) -> list[Check]:
@@ -234,11 +234,11 @@ class SmallAgent:
             )
         ]
 
-    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesResponse]:
         self.questions.append(question)
         names = METRICS[question.metric].labels
         return [
-            SeriesAnswer(
+            SeriesResponse(
                 labels=dict(zip(names, seen[1], strict=True)), times_ns=[at_ns], values=[value]
             )
             for series, value, at_ns in self.host_snapshot.values()

@@ -10,7 +10,7 @@ from htpy import Node
 
 from support.html_tree import HtmlTree, words
 from traceloom.agent.traces.requests import TraceSpec
-from traceloom.fleet.handlers.hosts import FleetRequestAnswer
+from traceloom.fleet.handlers.hosts import FleetRequestResponse
 from traceloom.fleet.portal.asking import QueryResult
 from traceloom.fleet.portal.charts import DAY_NS
 from traceloom.fleet.portal.page import PageContent, build_main, format_value
@@ -92,13 +92,13 @@ def answered(
     )
 
 
-def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
+def request(identity: str, state: str, **changes: object) -> FleetRequestResponse:
     """A request of three steps of the job `a`, taken from nobody yet."""
     fields: dict[str, object] = {
         "id": identity,
         "who": "ana",
         "asked_ns": NOON,
-        "wanted": TraceSpec(job="a", steps=3),
+        "spec": TraceSpec(job="a", steps=3),
         "state": state,
         "since_ns": NOON,
         "start_ns": 0,
@@ -110,4 +110,4 @@ def request(identity: str, state: str, **changes: object) -> FleetRequestAnswer:
         "trigger": None,
         "hosts": [],
     }
-    return FleetRequestAnswer(**{**fields, **changes})  # type: ignore[arg-type]
+    return FleetRequestResponse(**{**fields, **changes})  # type: ignore[arg-type]

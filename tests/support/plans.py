@@ -231,7 +231,7 @@ def timed_plan(name: str = "made by hand", scope: str = "layer") -> ReplayPlan:
         },
         schema=PLAN_SCHEMAS["steps"],
     )
-    rank = replace(rank, left_out=pl.DataFrame(out, schema=PLAN_SCHEMAS["left_out"]), steps=steps)
+    rank = replace(rank, omitted=pl.DataFrame(out, schema=PLAN_SCHEMAS["omitted"]), steps=steps)
     return ReplayPlan({0: rank}, groups(2), source=name, torch="2.12.0", world_size=2)
 
 

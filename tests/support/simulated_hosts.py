@@ -18,16 +18,16 @@ from traceloom.agent.fleet_link.protocol import (
     ClockOffset,
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostDevice,
     HostFile,
     HostProcess,
     HostReport,
     HostState,
-    ReportAnswer,
+    ReportResponse,
     UsageRow,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.agent.traces.requests import TraceTarget
 from traceloom.testing import TraceBuilder
@@ -170,7 +170,7 @@ class SimulatedHost:
                 trouble = error
         raise trouble
 
-    def beat(self, usage: Sequence[UsageRow] = (), sent_ns: int | None = None) -> HeartbeatAnswer:
+    def beat(self, usage: Sequence[UsageRow] = (), sent_ns: int | None = None) -> HeartbeatResponse:
         """Say how it is."""
         beat = Heartbeat(
             sent_ns=time.time_ns() if sent_ns is None else sent_ns,
@@ -182,14 +182,14 @@ class SimulatedHost:
             devices=self.devices,
         )
         return self.ask(
-            lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatAnswer)
+            lambda client: client.post(f"agents/{self.name}/heartbeat", beat, HeartbeatResponse)
         )
 
-    def work(self) -> WorkAnswer:
+    def work(self) -> WorkResponse:
         """What it is to do now."""
-        return self.ask(lambda client: client.get(f"agents/{self.name}/work?wait=0", WorkAnswer))
+        return self.ask(lambda client: client.get(f"agents/{self.name}/work?wait=0", WorkResponse))
 
-    def report(self, request: str, state: HostState) -> ReportAnswer:
+    def report(self, request: str, state: HostState) -> ReportResponse:
         """Say how far it is."""
         processes = [
             ArmedProcess(
@@ -223,7 +223,7 @@ class SimulatedHost:
         )
         return self.ask(
             lambda client: client.post(
-                f"agents/{self.name}/requests/{request}", report, ReportAnswer
+                f"agents/{self.name}/requests/{request}", report, ReportResponse
             )
         )
 

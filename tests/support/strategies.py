@@ -29,12 +29,12 @@ _NAMES = st.one_of(
 
 
 @st.composite
-def builders(draw: DrawFn, most_events: int = 12, generation: str | None = None) -> TraceBuilder:
+def builders(draw: DrawFn, max_events: int = 12, generation: str | None = None) -> TraceBuilder:
     """Builders of random traces: crossing spans, orphans, equal times, several threads and streams.
 
     Args:
         draw: Given by hypothesis.
-        most_events: In all.
+        max_events: In all.
         generation: Fixed generation; random where None.
     """
     chosen = generation or draw(st.sampled_from(GENERATIONS))
@@ -47,7 +47,7 @@ def builders(draw: DrawFn, most_events: int = 12, generation: str | None = None)
         if whole
         else st.integers(0, 200_000).map(lambda ns: ns / 1000)
     )
-    for _ in range(draw(st.integers(0, most_events))):
+    for _ in range(draw(st.integers(0, max_events))):
         draw(st.sampled_from(_ADDERS))(draw, builder, times)
     return builder
 

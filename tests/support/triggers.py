@@ -58,7 +58,7 @@ def worker(
 
 
 class Rules:
-    """An agent's triggers, with the desk that takes their requests."""
+    """An agent's triggers, with the trace_service that takes their requests."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Rules:
             host="node1",
             triggers=rules,
             trigger_budget=budget or TriggerBudget(),
-            traces=Traces(most_requests_per_user=100_000),
+            traces=Traces(max_requests_per_user=100_000),
         )
         self.proc = Path(tempfile.mkdtemp(prefix="tl"))
         self.host_snapshot, self.registry, self.steps = (
@@ -82,7 +82,7 @@ class Rules:
             ProfilerRegistry(str(self.proc)),
             steps or StepCounter(),
         )
-        self.desk = TraceService(
+        self.trace_service = TraceService(
             self.config,
             self.registry,
             lambda: self.host_snapshot.processes,
@@ -98,7 +98,7 @@ class Rules:
         self.triggers = TriggerEngine(
             self.config,
             self.host_snapshot,
-            self.desk,
+            self.trace_service,
             self.store,
             self.disk,
             self.audit,
@@ -134,16 +134,18 @@ class Rules:
 
     async def after(self, seconds: float) -> list[TraceRequest]:
         """A tick so much later; the requests that it made."""
-        before = set(self.desk.requests)
+        before = set(self.trace_service.requests)
         self.now_ns += int(seconds * 1e9)
         await self.triggers.tick(self.now_ns)
-        return [request for key, request in self.desk.requests.items() if key not in before]
+        return [
+            request for key, request in self.trace_service.requests.items() if key not in before
+        ]
 
     async def ended(self) -> None:
         """All requests have ended, as their processes have."""
         hidden = self.proc.rename(f"{self.proc}.ended")
-        for request in list(self.desk.requests.values()):
-            async for _ in self.desk.changes(request):
+        for request in list(self.trace_service.requests.values()):
+            async for _ in self.trace_service.changes(request):
                 pass
         hidden.rename(self.proc)
 
@@ -152,7 +154,7 @@ class Rules:
 
     async def close(self) -> None:
         """As an agent that ends: everything that was to be written is."""
-        await self.desk.close()
+        await self.trace_service.close()
         await asyncio.to_thread(self.disk.shutdown)
         self.store.close()
         if self._made:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.jobs import Change, Clock, Job, Rank, Recipe, Span, training_job
-from support.jobs import program as do
+from support.jobs import Change, Clock, Job, Rank, Recipe, Span, program as do, training_job
 from support.jobs.training import DELAY, SYNC
 
 LAUNCH = {"cost": 5, "latency": 7, "gap": 1, "back": 3}

@@ -36,10 +36,10 @@ class Health(HttpResponseBody, frozen=True):
     reason: str = ""
 
 
-class CollectorAnswer(HttpResponseBody, frozen=True):
+class CollectorResponse(HttpResponseBody, frozen=True):
     """How a collector fares.
 
-    `ran_ns`: when it last ran, null: never; `trouble`: why it gave nothing then.
+    `ran_ns`: when it last ran, null: never; `last_error`: why it gave nothing then.
     """
 
     name: str
@@ -48,10 +48,10 @@ class CollectorAnswer(HttpResponseBody, frozen=True):
     seconds: float
     runs: int
     failures: dict[str, int]
-    trouble: str = ""
+    last_error: str = ""
 
 
-class StatusAnswer(HttpResponseBody, frozen=True):
+class StatusResponse(HttpResponseBody, frozen=True):
     """The agent and how it fares. `you`: what the one who asks may see."""
 
     version: str
@@ -65,9 +65,9 @@ class StatusAnswer(HttpResponseBody, frozen=True):
     devices: int
     stale_devices: int
     processes: int
-    collectors: list[CollectorAnswer]
+    collectors: list[CollectorResponse]
     history: dict[str, float] = {}
-    history_trouble: str = ""  # why nothing is on disk now
+    history_error: str = ""  # why nothing is on disk now
     publishers: dict[str, str] = {}  # name -> "" or its last error
     you: Visibility = "host"
 
@@ -85,13 +85,13 @@ class Check(HttpResponseBody, frozen=True):
     help: str = ""
 
 
-class DoctorAnswer(HttpResponseBody, frozen=True):
+class DoctorResponse(HttpResponseBody, frozen=True):
     """What works on this host and what does not."""
 
     checks: list[Check]
 
 
-class ValueAnswer(HttpResponseBody, frozen=True):
+class ValueResponse(HttpResponseBody, frozen=True):
     """The latest value of a series, by its labels."""
 
     metric: str
@@ -100,7 +100,7 @@ class ValueAnswer(HttpResponseBody, frozen=True):
     at_ns: int
 
 
-class DeviceAnswer(HttpResponseBody, frozen=True):
+class DeviceResponse(HttpResponseBody, frozen=True):
     """A device or a partition of one: what is measured of it now; of who is on it what the one who
     asks may see.
     """
@@ -121,16 +121,16 @@ class DeviceAnswer(HttpResponseBody, frozen=True):
     stale: str
     processes: list[str]
     jobs: list[str]
-    values: list[ValueAnswer]
+    values: list[ValueResponse]
 
 
-class DevicesAnswer(HttpResponseBody, frozen=True):
+class DevicesResponse(HttpResponseBody, frozen=True):
     """All devices of the host."""
 
-    devices: list[DeviceAnswer]
+    devices: list[DeviceResponse]
 
 
-class OwnerAnswer(HttpResponseBody, frozen=True):
+class OwnerResponse(HttpResponseBody, frozen=True):
     """Whose a process is; "" or null: not known. `sources`: where each was read."""
 
     job: str
@@ -152,7 +152,7 @@ class OwnerAnswer(HttpResponseBody, frozen=True):
     sources: dict[str, str]
 
 
-class ProcessAnswer(HttpResponseBody, frozen=True):
+class ProcessResponse(HttpResponseBody, frozen=True):
     """A process that matters. `key` is `PID@START`; `command` has its secrets masked, "" where it
     is not shown.
 
@@ -171,18 +171,18 @@ class ProcessAnswer(HttpResponseBody, frozen=True):
     steps_per_second: float | None
     hung_since_ns: int | None
     unreadable: str
-    owner: OwnerAnswer
-    values: list[ValueAnswer]
+    owner: OwnerResponse
+    values: list[ValueResponse]
 
 
-class ProcessesAnswer(HttpResponseBody, frozen=True):
+class ProcessesResponse(HttpResponseBody, frozen=True):
     """The processes that the one who asks may see; `hidden`: how many there are besides."""
 
-    processes: list[ProcessAnswer]
+    processes: list[ProcessResponse]
     hidden: int
 
 
-class JobAnswer(HttpResponseBody, frozen=True):
+class JobResponse(HttpResponseBody, frozen=True):
     """A job: its part on this host."""
 
     job: str
@@ -198,17 +198,17 @@ class JobAnswer(HttpResponseBody, frozen=True):
     processes: list[str]
     devices: list[str]
     steps_per_second: float | None
-    values: list[ValueAnswer]
+    values: list[ValueResponse]
 
 
-class JobsAnswer(HttpResponseBody, frozen=True):
+class JobsResponse(HttpResponseBody, frozen=True):
     """The jobs that the one who asks may see; `hidden`: how many there are besides."""
 
-    jobs: list[JobAnswer]
+    jobs: list[JobResponse]
     hidden: int
 
 
-class SeriesAnswer(HttpResponseBody, frozen=True):
+class SeriesResponse(HttpResponseBody, frozen=True):
     """One series of a history: times in ns since the epoch, one value for each."""
 
     labels: dict[str, str]
@@ -216,7 +216,7 @@ class SeriesAnswer(HttpResponseBody, frozen=True):
     values: list[float]
 
 
-class QueryAnswer(HttpResponseBody, frozen=True):
+class QueryResponse(HttpResponseBody, frozen=True):
     """What a metric was."""
 
     metric: str
@@ -224,10 +224,10 @@ class QueryAnswer(HttpResponseBody, frozen=True):
     unit: str
     since_ns: int
     until_ns: int
-    series: list[SeriesAnswer]
+    series: list[SeriesResponse]
 
 
-class EventAnswer(HttpResponseBody, frozen=True):
+class EventResponse(HttpResponseBody, frozen=True):
     """What happened, some time in the period before `at_ns`: to a device (xid, ecc, throttle, lost,
     back), or oom-kill.
 
@@ -251,15 +251,15 @@ class EventParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True)
     since: str = "1h"
 
 
-class EventsAnswer(HttpResponseBody, frozen=True):
+class EventsResponse(HttpResponseBody, frozen=True):
     """What happened on the host, as far as the one who asks may see it, oldest first; the agent
     keeps the last 1000.
     """
 
-    events: list[EventAnswer]
+    events: list[EventResponse]
 
 
-class ClockAnswer(HttpResponseBody, frozen=True):
+class ClockResponse(HttpResponseBody, frozen=True):
     """The clocks of this host, read one after the other: to measure how far two hosts are apart."""
 
     wall_ns: int
@@ -273,7 +273,7 @@ class PauseBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     seconds: Seconds
 
 
-class PauseAnswer(HttpResponseBody, frozen=True):
+class PauseResponse(HttpResponseBody, frozen=True):
     """Back ends that let go of their counters, and until when."""
 
     paused: list[str]
@@ -287,7 +287,7 @@ class TraceBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     job: str
 
 
-class TraceAnswer(HttpResponseBody, frozen=True):
+class TraceResponse(HttpResponseBody, frozen=True):
     """What the trace tells of the job, per process and step; null: it does not say."""
 
     job: str
@@ -308,7 +308,7 @@ class StacksParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True
     native: bool = False
 
 
-class StacksAnswer(HttpResponseBody, frozen=True):
+class StacksResponse(HttpResponseBody, frozen=True):
     """What all threads did at one moment: equal stacks together, those of ranks that are elsewhere
     first.
     """
@@ -325,7 +325,7 @@ class HangParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     job: str = ""
 
 
-class HangAnswer(HttpResponseBody, frozen=True):
+class HangResponse(HttpResponseBody, frozen=True):
     """A job whose processes make, or made, no steps: since when, of which processes (pids), and
     what became of it.
 
@@ -350,13 +350,13 @@ class HangAnswer(HttpResponseBody, frozen=True):
     no_bundle: str
 
 
-class HangsAnswer(HttpResponseBody, frozen=True):
+class HangsResponse(HttpResponseBody, frozen=True):
     """The last hangs of jobs of the one who asks, oldest first.
 
     `watched`: jobs now whose steps are known.
     """
 
-    hangs: list[HangAnswer]
+    hangs: list[HangResponse]
     watched: list[str]
 
 
@@ -375,13 +375,13 @@ class StepsBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     total: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 
-class StepsAnswer(HttpResponseBody, frozen=True):
+class StepsResponse(HttpResponseBody, frozen=True):
     """What was taken."""
 
     steps: int
 
 
-class EnvironmentAnswer(HttpResponseBody, frozen=True):
+class EnvironmentResponse(HttpResponseBody, frozen=True):
     """The variables that prepare a job of the one who asks: PyTorch's profiler then polls this
     agent.
     """
@@ -389,13 +389,13 @@ class EnvironmentAnswer(HttpResponseBody, frozen=True):
     variables: dict[str, str]
 
 
-class RequestAnswer(HttpResponseBody, frozen=True):
-    """A request for traces: what was `wanted`, how far each target is, and the files that are
+class RequestResponse(HttpResponseBody, frozen=True):
+    """A request for traces: its `spec`, how far each target is, and the files that are
     there.
 
     States: queued, delivered, accepted, written, verified, kept; failed, cancelled. `done`: nothing changes any more.
-    `trigger`: the rule that asked, null where somebody did; `most_bytes`: of each file, null: as
-    usual; `at_step`: with which step of each process it begins, 0: as `wanted` says.
+    `trigger`: the rule that asked, null where somebody did; `max_bytes`: of each file, null: as
+    usual; `at_step`: with which step of each process it begins, 0: as `spec` says.
     """
 
     id: str
@@ -403,22 +403,22 @@ class RequestAnswer(HttpResponseBody, frozen=True):
     uid: int
     asked_ns: int
     boot_id: str
-    wanted: TraceSpec
+    spec: TraceSpec
     targets: list[TraceTarget]
     files: list[str]
     trigger: TriggerCause | None
-    most_bytes: int | None
+    max_bytes: int | None
     at_step: int
     done: bool
 
 
-class RequestsAnswer(HttpResponseBody, frozen=True):
+class RequestsResponse(HttpResponseBody, frozen=True):
     """The requests about processes of the one who asks, oldest first."""
 
-    requests: list[RequestAnswer]
+    requests: list[RequestResponse]
 
 
-class LastFiringAnswer(HttpResponseBody, frozen=True):
+class LastFiringResponse(HttpResponseBody, frozen=True):
     """A request that a rule made: what it is about, a job or a process, and why."""
 
     at_ns: int
@@ -427,7 +427,7 @@ class LastFiringAnswer(HttpResponseBody, frozen=True):
     what: str
 
 
-class LastRefusalAnswer(HttpResponseBody, frozen=True):
+class LastRefusalResponse(HttpResponseBody, frozen=True):
     """Why a rule traced nobody: the name of the reason, and the sentence."""
 
     at_ns: int
@@ -437,8 +437,8 @@ class LastRefusalAnswer(HttpResponseBody, frozen=True):
     detail: str
 
 
-class TriggerAnswer(HttpResponseBody, frozen=True):
-    """A rule, and what it has done. `trouble`: why it cannot fire as things are; `rule`: as
+class TriggerResponse(HttpResponseBody, frozen=True):
+    """A rule, and what it has done. `problem`: why it cannot fire as things are; `rule`: as
     agent.toml has it.
 
     `last`, `last_refusal`: null: never, or about another user's processes; `rule` is null for those
@@ -453,25 +453,25 @@ class TriggerAnswer(HttpResponseBody, frozen=True):
     refusals: dict[str, int]
     traced_seconds: float
     kept_bytes: int
-    last: LastFiringAnswer | None
-    last_refusal: LastRefusalAnswer | None
-    trouble: str
+    last: LastFiringResponse | None
+    last_refusal: LastRefusalResponse | None
+    problem: str
     rule: AnyRule | None
 
 
-class TriggersAnswer(HttpResponseBody, frozen=True):
+class TriggersResponse(HttpResponseBody, frozen=True):
     """Rules of agent.toml by which traces are taken that nobody asked for, and what they may still
     cost.
 
     `share`: of the time of a process; `bytes_per_day`: of the host, of which `bytes_left` are left
-    now, what runs counted with what it may have at most. `trouble`: why it is not on disk.
+    now, what runs counted with what it may have at most. `last_error`: why it is not on disk.
     """
 
-    rules: list[TriggerAnswer]
+    rules: list[TriggerResponse]
     share: float
     bytes_per_day: int
     bytes_left: int
-    trouble: str
+    last_error: str
 
 
 class QueryParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
@@ -509,17 +509,17 @@ class AgentInterface(Protocol):
 
     host_snapshot: Snapshot
     config: Config
-    desk: TraceService
+    trace_service: TraceService
     hangs: HangService
     triggers: TriggerEngine
 
-    def status(self) -> StatusAnswer:
+    def status(self) -> StatusResponse:
         """Returns the state of the agent."""
 
     async def doctor(self) -> list[Check]:
         """Returns what works on this host and what does not."""
 
-    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesResponse]:
         """Returns the history of a metric.
 
         Raises:

@@ -26,7 +26,7 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0
-        self.trouble = ""  # why the last line could not be written; "" if it was
+        self.last_error = ""  # why the last line could not be written; "" if it was
 
     def write(self, actor: str, action: str, result: str, **details: object) -> None:
         """Append a line.
@@ -49,10 +49,10 @@ class AuditLog:
                 os.write(descriptor, line)
             finally:
                 os.close(descriptor)
-            self.trouble = ""
+            self.last_error = ""
         except OSError as error:
             self.lost += 1
-            self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
+            self.last_error = f"{self.path}: {(error.strerror or str(error)).lower()}"
             return
         if size > MAX_BYTES:
             with contextlib.suppress(OSError):  # retried with the next line

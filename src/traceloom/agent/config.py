@@ -84,7 +84,7 @@ class HistorySettings(ConfigTable, frozen=True):
 
     interval: float = 10.0
     hours: float = 24.0
-    most_mb: float = 200.0
+    max_mb: float = 200.0
     recent_seconds: int = 600
 
 
@@ -100,12 +100,12 @@ class Traces(ConfigTable, frozen=True):
     abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
     attach: bool = False  # also trace processes that were not prepared: their main thread is stopped, and runs our text
     poll: int = 1  # seconds between polls of processes that `agent env` prepares
-    most_seconds: float = 60.0
-    most_steps: int = 1000
+    max_seconds: float = 60.0
+    max_steps: int = 1000
     wait: float = 120.0  # for a process to be ready: to register, to step, to end its own profile
-    most_file_mb: float = 2000.0
-    most_mb_per_user: float = 10_000.0
-    most_requests_per_user: int = 16  # that run concurrently
+    max_file_mb: float = 2000.0
+    max_mb_per_user: float = 10_000.0
+    max_requests_per_user: int = 16  # that run concurrently
     keep_days: float = 7.0
 
 
@@ -131,8 +131,8 @@ class Hangs(ConfigTable, frozen=True):
     # A job that works without steps (checkpoint, evaluation) does not hang for so long.
     busy: Seconds = 1800.0
     every: Seconds = 3600.0  # between two bundles of a job
-    most_mb: float = 100.0  # of a bundle
-    most_bundles_per_user: int = 16
+    max_mb: float = 100.0  # of a bundle
+    max_bundles_per_user: int = 16
 
 
 class Otlp(ConfigTable, frozen=True):

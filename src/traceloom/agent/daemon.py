@@ -29,15 +29,14 @@ from pathlib import Path
 import msgspec
 
 from traceloom import __version__
-from traceloom.agent import doctor as checks
-from traceloom.agent import history, worker
+from traceloom.agent import doctor as checks, history, worker
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.api import (
     Check,
-    CollectorAnswer,
+    CollectorResponse,
     HistoryQuery,
-    SeriesAnswer,
-    StatusAnswer,
+    SeriesResponse,
+    StatusResponse,
     StepsBody,
 )
 from traceloom.agent.audit import AuditLog
@@ -140,7 +139,7 @@ class Agent:
             self.boot_id = path.read_text(encoding="ascii").strip()
         self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
-        self.desk = TraceService(
+        self.trace_service = TraceService(
             config,
             self.registry,
             lambda: self.host_snapshot.processes,
@@ -160,7 +159,7 @@ class Agent:
                 config,
                 locations.history.parent,
                 self.host_snapshot,
-                self.desk,
+                self.trace_service,
                 self.topline,
                 self.boot_id,
             )
@@ -169,7 +168,7 @@ class Agent:
             self.host_snapshot,
             self.history,
             self.step_counts,
-            places=self.desk.places,
+            places=self.trace_service.places,
             path=locations.hangs,
             boot_id=self.boot_id,
             note=lambda what, details: self.acts(
@@ -185,7 +184,7 @@ class Agent:
         self.triggers = TriggerEngine(
             config,
             self.host_snapshot,
-            self.desk,
+            self.trace_service,
             TriggerStore(locations.triggers if config.triggers else None),
             self._writing,
             self.audit,
@@ -226,8 +225,8 @@ class Agent:
             )
             self.kineto.start()
             stack.callback(self.kineto.close)
-            await self.desk.start()
-            stack.push_async_callback(self.desk.close)
+            await self.trace_service.start()
+            stack.push_async_callback(self.trace_service.close)
             if self.uplink is not None:
                 self.uplink.start()
                 stack.push_async_callback(self.uplink.close)
@@ -246,7 +245,7 @@ class Agent:
             self.scheduler.start()
             stack.push_async_callback(self.scheduler.stop)
             if self.triggers.rules:
-                trigger_task = asyncio.create_task(self._look_at_rules(), name="triggers")
+                trigger_task = asyncio.create_task(self._check_rules(), name="triggers")
                 stack.push_async_callback(
                     lambda: asyncio.gather(trigger_task, return_exceptions=True)
                 )
@@ -263,21 +262,21 @@ class Agent:
 
     # AgentInterface, used by the HTTP handlers.
 
-    def status(self) -> StatusAnswer:
+    def status(self) -> StatusResponse:
         """Returns the state of the agent and its parts."""
         collectors = [
-            CollectorAnswer(
+            CollectorResponse(
                 name=state.name,
                 period_seconds=state.period_s,
                 ran_ns=state.ran_ns or None,
                 seconds=state.seconds,
                 runs=state.runs,
                 failures=dict(state.failures),
-                trouble=state.trouble,
+                last_error=state.last_error,
             )
             for state in self.host_snapshot.collectors.values()
         ]
-        return StatusAnswer(
+        return StatusResponse(
             version=__version__,
             host=self.config.host_name,
             boot_id=self.boot_id,
@@ -296,10 +295,10 @@ class Agent:
                 "bytes": float(self.history.bytes()),
                 "lost_ticks": float(sum(self.history.lost.values())),
             },
-            history_trouble=self.history.trouble,
-            publishers=({"otlp": self.otlp.trouble} if self.otlp is not None else {})
+            history_error=self.history.last_error,
+            publishers=({"otlp": self.otlp.last_error} if self.otlp is not None else {})
             | (
-                {f"fleet {self.uplink.config.fleet.server}": self.uplink.trouble}
+                {f"fleet {self.uplink.config.fleet.server}": self.uplink.last_error}
                 if self.uplink is not None
                 else {}
             ),
@@ -307,12 +306,12 @@ class Agent:
 
     async def doctor(self) -> list[Check]:
         """Returns what works here and what does not."""
-        idle = self.triggers.trouble()  # must be called in the loop
+        idle = self.triggers.list_problems()  # must be called in the loop
         return await asyncio.get_running_loop().run_in_executor(
             self._reading, lambda: checks.examine_agent(self, idle)
         )
 
-    async def query(self, question: HistoryQuery) -> Sequence[SeriesAnswer]:
+    async def query(self, question: HistoryQuery) -> Sequence[SeriesResponse]:
         """Returns the history of a metric.
 
         Raises:
@@ -348,7 +347,7 @@ class Agent:
         except TraceloomError as error:
             raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
         return [
-            SeriesAnswer(labels=labels, times_ns=times_ns, values=values)
+            SeriesResponse(labels=labels, times_ns=times_ns, values=values)
             for labels, times_ns, values in curves
         ]
 
@@ -422,8 +421,8 @@ class Agent:
         Raises:
             HttpError: `socket-unusable`: its directory cannot be created.
         """
-        if self.kineto is None or self.kineto.trouble:
-            reason = self.kineto.trouble if self.kineto is not None else "it begins only now"
+        if self.kineto is None or self.kineto.last_error:
+            reason = self.kineto.last_error if self.kineto is not None else "it begins only now"
             raise HttpError(
                 503, f"PyTorch's profiler cannot be listened to: {reason}", slug="socket-unusable"
             )
@@ -486,7 +485,7 @@ class Agent:
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), 1.0)
             self.history.keep(self.host_snapshot, time.time_ns())
-            self.hangs.look()
+            self.hangs.check()
             now = time.monotonic()
             if now < next_tick and not self._stop.is_set():
                 continue
@@ -506,7 +505,7 @@ class Agent:
                 next_forget = now + _FORGET_AFTER_S
                 loop.run_in_executor(self._writing, self.history.forget, time.time_ns())
                 self.registry.forget()
-                self.desk.delete_expired()
+                self.trace_service.delete_expired()
                 if self.kineto is not None:
                     loop.run_in_executor(self._reading, self.kineto.sweep)
         if busy is not None:
@@ -518,7 +517,7 @@ class Agent:
                     _LAST_TICK_S,
                 )
 
-    async def _look_at_rules(self) -> None:
+    async def _check_rules(self) -> None:
         await self.triggers.start(self._steady_ns())
         while True:
             await asyncio.sleep(_TRIGGER_INTERVAL_S)

@@ -95,7 +95,7 @@ class RequestStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.trouble = ""  # why the last change is not on disk
+        self.last_error = ""  # why the last change is not on disk
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         try:
@@ -104,7 +104,7 @@ class RequestStore:
             OSError,
             sqlite3.Error,
         ) as error:  # the agent continues; requests are refused until it can be written
-            self.trouble = str(error)
+            self.last_error = str(error)
 
     def load(self) -> list[TraceRequest]:
         """Returns all requests, oldest first, without rows that cannot be read."""
@@ -126,7 +126,7 @@ class RequestStore:
                         if target.request in requests:
                             requests[target.request].targets.append(target)
             except sqlite3.Error as error:  # the agent continues with what could be read
-                self.trouble = str(error)
+                self.last_error = str(error)
             return list(requests.values())
 
     def put(self, request: TraceRequest) -> None:
@@ -172,13 +172,13 @@ class RequestStore:
                     for statement, values in statements:
                         database.execute(statement, values)
             except (OSError, sqlite3.Error) as error:
-                self.trouble = str(error)
+                self.last_error = str(error)
                 raise OutputError(
                     f"the request cannot be written down: {error}",
                     slug="cannot-write",
                     where=str(self.path),
                 ) from error
-            self.trouble = ""
+            self.last_error = ""
 
     def _open(self) -> None:
         self._database = open_database(self.path, _SCHEMA, VERSION, "database of requests")

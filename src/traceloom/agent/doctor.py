@@ -71,7 +71,7 @@ def examine_parts(
         sentences = (
             []
             if isinstance(collector, AcceleratorCollector)
-            else list(dict.fromkeys(collector.trouble()))
+            else list(dict.fromkeys(collector.list_problems()))
         )
         broken = errors.get(collector.name, "")
         if collector.name in config.collect.off:
@@ -97,12 +97,12 @@ def examine_parts(
         else:
             reason = "there is nothing of it here" if collector.name in empty else ""
             result.append(Check(area="collect", name=collector.name, works="yes", why=reason))
-    owner_troubles = owned.finder.troubles()
+    owner_problems = owned.finder.list_problems()
     result += [
         Check(area="owners", name="owners", works="partly", why=problem)
-        for problem in owner_troubles
+        for problem in owner_problems
     ]
-    if not owner_troubles:
+    if not owner_problems:
         result.append(Check(area="owners", name="owners", works="yes"))
     result += _check_files(locations, unwritten)
     result += _check_extras(config)
@@ -130,7 +130,7 @@ def _check_devices(accelerators: AcceleratorCollector) -> Iterator[Check]:
         else "no device answers here",
         help="" if answering else "to try it without any: traceloom agent run --simulate 8",
     )
-    for problem in dict.fromkeys(accelerators.trouble()):
+    for problem in dict.fromkeys(accelerators.list_problems()):
         name, colon, reason = problem.partition(": ")
         yield Check(
             area="devices",
@@ -345,7 +345,7 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 
 def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     """Run the checks of a running agent; `idle`: triggers that cannot fire, and why."""
-    errors = {state.name: state.trouble for state in agent.host_snapshot.collectors.values()}
+    errors = {state.name: state.last_error for state in agent.host_snapshot.collectors.values()}
     empty = {
         name
         for name, result in agent.host_snapshot.results.items()
@@ -358,16 +358,16 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
         agent.processes,
         errors=errors,
         empty=empty,
-        unwritten={"history": agent.history.trouble, "audit": agent.audit.trouble},
+        unwritten={"history": agent.history.last_error, "audit": agent.audit.last_error},
     )
     for name, reason, key in (
         (
             "sockets",
-            agent.kineto.trouble if agent.kineto is not None else "they are not open yet",
+            agent.kineto.last_error if agent.kineto is not None else "they are not open yet",
             "kineto",
         ),
-        ("requests", agent.desk.store.trouble, "requests"),
-        ("hangs", agent.hangs.trouble, "hangs"),
+        ("requests", agent.trace_service.store.last_error, "requests"),
+        ("hangs", agent.hangs.last_error, "hangs"),
     ):
         checks.append(
             Check(
@@ -391,8 +391,10 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
                 else "",
             )
         )
-    if agent.triggers.store.trouble:
+    if agent.triggers.store.last_error:
         checks.append(
-            Check(area="triggers", name="budget", works="partly", why=agent.triggers.store.trouble)
+            Check(
+                area="triggers", name="budget", works="partly", why=agent.triggers.store.last_error
+            )
         )
     return checks

@@ -85,7 +85,7 @@ class History:
         self.path = path
         self.settings = settings
         self.lost: Counter[str] = Counter()  # reason -> ticks that could not be written
-        self.trouble = ""  # why the file cannot be used now
+        self.last_error = ""  # why the file cannot be used now
         self._recent: deque[_Recent] = deque()
         self._seen: dict[str, _Recent] = {}
         self._closed = False
@@ -148,11 +148,11 @@ class History:
                 return
             if self._database is None:
                 if time.monotonic() < self._again:
-                    self.lost[self.trouble] += 1
+                    self.lost[self.last_error] += 1
                     return
                 self._open()
                 if self._database is None:
-                    self.lost[self.trouble] += 1
+                    self.lost[self.last_error] += 1
                     return
             rows_by_metric: dict[str, tuple[list[Labels], list[float]]] = {}
             for (metric, labels), value in values:
@@ -174,10 +174,10 @@ class History:
                             "INSERT OR REPLACE INTO ticks VALUES (?, ?, ?, ?)",
                             (at_ns, self._metrics[metric], self._layout(tuple(rows)), content),
                         )
-                self.trouble = ""
+                self.last_error = ""
             except sqlite3.Error as error:
                 self._fail(error)
-                self.lost[self.trouble] += 1
+                self.lost[self.last_error] += 1
                 if is_corruption(error):
                     self._put_aside()
 
@@ -185,7 +185,7 @@ class History:
         """Returns the series of a metric on disk, with instants from `since_ns` to `until_ns`, both
         inclusive.
 
-        Empty if the disk cannot be read, see `trouble`; a damaged file is moved away.
+        Empty if the disk cannot be read, see `last_error`; a damaged file is moved away.
         """
         if self.path is None or not self.path.exists():
             return []
@@ -193,7 +193,7 @@ class History:
             return self._read(self.path, metric, since_ns, until_ns)
         except sqlite3.Error as error:
             with self._lock:
-                self.trouble = str(error)
+                self.last_error = str(error)
                 if is_corruption(error) and not self._closed:
                     self._fail(error)
                     self._put_aside()
@@ -250,7 +250,7 @@ class History:
             oldest = now_ns - int(self.settings.hours * 3600e9)
             try:
                 with self._database as database:
-                    if self.bytes() > self.settings.most_mb * 1e6:
+                    if self.bytes() > self.settings.max_mb * 1e6:
                         first, last = database.execute(
                             "SELECT min(at_ns), max(at_ns) FROM ticks"
                         ).fetchone()
@@ -331,7 +331,7 @@ class History:
         return database
 
     def _fail(self, error: Exception) -> None:
-        self.trouble = str(error)
+        self.last_error = str(error)
         self._again = time.monotonic() + _RETRY_S
         self._layouts.clear()  # ids of a failed transaction were rolled back
         self._metrics.clear()
@@ -346,7 +346,7 @@ class History:
         try:
             damaged_path = move_damaged_file(self.path)
         except OSError as error:  # retried by the next write
-            self.trouble = str(error)
+            self.last_error = str(error)
             return
         LOG.warning("the history is damaged and put aside as %s", damaged_path)
         self._again = 0.0

@@ -28,7 +28,7 @@ class CollectorStatus:
     seconds: float = 0.0
     runs: int = 0
     failures: dict[str, int] = field(default_factory=dict)
-    trouble: str = ""  # error of the last run; "" if it succeeded
+    last_error: str = ""  # error of the last run; "" if it succeeded
 
 
 @dataclass(slots=True)

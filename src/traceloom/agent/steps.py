@@ -363,7 +363,7 @@ class ProbedStepClock:
         for process in processes.values():
             if process.key not in self._looked and process.state != "D":  # its memory may be locked
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended now
-                    self._look(process, self._probes)
+                    self._find_probes(process, self._probes)
         marks = self._probes.marks()
         suspended_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
         for pid in marks:
@@ -380,7 +380,7 @@ class ProbedStepClock:
             Reading("agent_probes_lost_total", (), self._probes.lost()),
         ]
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what cannot be measured of the observed processes."""
         sentences = list(dict.fromkeys(self._refused.values()))
         sentences += [
@@ -407,7 +407,7 @@ class ProbedStepClock:
             self._probes = None
         self._busy.release()
 
-    def _look(self, process: Process, probes: StepProbes) -> None:
+    def _find_probes(self, process: Process, probes: StepProbes) -> None:
         """Attach to the library of a process, unless it is already probed."""
         for mapping in read_mappings(process.pid, self._proc):
             if mapping.path.rpartition("/")[2] != _LIBRARY:

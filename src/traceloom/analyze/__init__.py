@@ -66,48 +66,59 @@ lazy(
 )
 
 if TYPE_CHECKING:
-    from traceloom.analyze.across_ranks import across_ranks as across_ranks
-    from traceloom.analyze.across_ranks import imbalance as imbalance
-    from traceloom.analyze.across_ranks import slow_steps as slow_steps
+    from traceloom.analyze.across_ranks import (
+        across_ranks as across_ranks,
+        imbalance as imbalance,
+        slow_steps as slow_steps,
+    )
     from traceloom.analyze.answer import answer as answer
     from traceloom.analyze.anti_patterns import anti_patterns as anti_patterns
     from traceloom.analyze.blocking_calls import blocking_calls as blocking_calls
-    from traceloom.analyze.collectives import collect_session_calls as collect_session_calls
-    from traceloom.analyze.collectives import collectives as collectives
-    from traceloom.analyze.collectives import communication as communication
-    from traceloom.analyze.compare import Comparison as Comparison
-    from traceloom.analyze.compare import compare as compare
+    from traceloom.analyze.collectives import (
+        collect_session_calls as collect_session_calls,
+        collectives as collectives,
+        communication as communication,
+    )
+    from traceloom.analyze.compare import Comparison as Comparison, compare as compare
     from traceloom.analyze.compiled import compiled as compiled
     from traceloom.analyze.copies import copies as copies
-    from traceloom.analyze.critical_path import CriticalPath as CriticalPath
-    from traceloom.analyze.critical_path import critical_path as critical_path
+    from traceloom.analyze.critical_path import (
+        CriticalPath as CriticalPath,
+        critical_path as critical_path,
+    )
     from traceloom.analyze.data_loading import data_loading as data_loading
     from traceloom.analyze.flame import flame as flame
     from traceloom.analyze.gpu_time import gpu_time as gpu_time
     from traceloom.analyze.graph_launches import graph_launches as graph_launches
-    from traceloom.analyze.groups import declared_groups as declared_groups
-    from traceloom.analyze.groups import exchanges as exchanges
-    from traceloom.analyze.groups import groups as groups
-    from traceloom.analyze.groups import matrix as matrix
-    from traceloom.analyze.host_time import host as host
-    from traceloom.analyze.host_time import threads as threads
-    from traceloom.analyze.idle import idle as idle
-    from traceloom.analyze.idle import longest_gaps as longest_gaps
+    from traceloom.analyze.groups import (
+        declared_groups as declared_groups,
+        exchanges as exchanges,
+        groups as groups,
+        matrix as matrix,
+    )
+    from traceloom.analyze.host_time import host as host, threads as threads
+    from traceloom.analyze.idle import idle as idle, longest_gaps as longest_gaps
     from traceloom.analyze.inference import inference as inference
-    from traceloom.analyze.kernel_efficiency import counters as counters
-    from traceloom.analyze.kernel_efficiency import kernel_bounds as kernel_bounds
-    from traceloom.analyze.kernel_efficiency import kernel_efficiency as kernel_efficiency
+    from traceloom.analyze.kernel_efficiency import (
+        counters as counters,
+        kernel_bounds as kernel_bounds,
+        kernel_efficiency as kernel_efficiency,
+    )
     from traceloom.analyze.kernel_kinds import kernel_kinds as kernel_kinds
-    from traceloom.analyze.kernel_rules import KindRule as KindRule
-    from traceloom.analyze.kernel_rules import Rule as Rule
-    from traceloom.analyze.kernel_rules import load_rules as load_rules
-    from traceloom.analyze.kernel_rules import read_kind_rules as read_kind_rules
-    from traceloom.analyze.kernel_rules import read_rules as read_rules
-    from traceloom.analyze.kernels import kernel_launches as kernel_launches
-    from traceloom.analyze.kernels import kernel_shapes as kernel_shapes
-    from traceloom.analyze.kernels import kernels as kernels
-    from traceloom.analyze.kernels import operators as operators
-    from traceloom.analyze.kernels import work_per_step as work_per_step
+    from traceloom.analyze.kernel_rules import (
+        KindRule as KindRule,
+        Rule as Rule,
+        load_rules as load_rules,
+        read_kind_rules as read_kind_rules,
+        read_rules as read_rules,
+    )
+    from traceloom.analyze.kernels import (
+        kernel_launches as kernel_launches,
+        kernel_shapes as kernel_shapes,
+        kernels as kernels,
+        operators as operators,
+        work_per_step as work_per_step,
+    )
     from traceloom.analyze.launches import launches as launches
     from traceloom.analyze.memory import memory as memory
     from traceloom.analyze.modules import modules as modules

@@ -10,8 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze import lateness
-from traceloom.analyze.lateness import build_chains
-from traceloom.analyze.lateness import compute_lateness as lateness_lateness
+from traceloom.analyze.lateness import build_chains, compute_lateness as lateness_lateness
 from traceloom.analyze.matched_collectives import (
     MatchedCollectives,
     assign_rank_numbers,

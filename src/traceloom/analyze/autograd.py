@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.names import build_vocabulary
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.batch import (
@@ -118,7 +118,7 @@ def _select_sequenced_ops(trace: Trace) -> pl.DataFrame:
     the forest).
     """
     tree = build_forest(trace)
-    is_op = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    is_op = get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(vocab.OP)
     position = np.flatnonzero(is_op & (get_event_column(trace, "sequence", -1)[tree.row] >= 0))
     columns = trace.events[["process", "sequence", "forward_thread", "lane"]]
     return columns[tree.row[position]].hstack([pl.Series("position", position, dtype=pl.Int64)])
@@ -186,12 +186,12 @@ def find_recomputed_work(trace: Trace) -> RecomputedWork:
     vocabulary = build_vocabulary(trace)
     name_codes = vocabulary.code[tree.row]
     category = get_event_column(trace, "category")[tree.row]
-    is_python = category == cat.CATEGORIES.index(cat.PYTHON)
+    is_python = category == vocab.CATEGORIES.index(vocab.PYTHON)
     is_recompute_frame = (
         gather_rows(vocabulary.matching(RECOMPUTE_FRAME_PATTERN), name_codes) & is_python
     )
     is_reentrant_node = gather_rows(vocabulary.matching(REENTRANT_NODE_PATTERN), name_codes) & (
-        category == cat.CATEGORIES.index(cat.OP)
+        category == vocab.CATEGORIES.index(vocab.OP)
     )
     recomputed_by_name = tree.topmost(is_recompute_frame | is_reentrant_node)
     inferred = _infer_recomputation(
@@ -201,7 +201,7 @@ def find_recomputed_work(trace: Trace) -> RecomputedWork:
     evidence = "frames" if recomputed_by_name.any() else "operators" if inferred.any() else "none"
     is_checkpoint_overhead = gather_rows(
         vocabulary.matching(CHECKPOINT_MARK_PATTERN), name_codes
-    ) & (category == cat.CATEGORIES.index(cat.ANNOTATION))
+    ) & (category == vocab.CATEGORIES.index(vocab.ANNOTATION))
     is_checkpoint_overhead |= (
         gather_rows(vocabulary.matching(CHECKPOINT_FRAME_PATTERN), name_codes) & is_python
     )
@@ -214,7 +214,9 @@ def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> B
     """
     events = trace.events
     is_autograd_op = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
-    is_autograd_op &= get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.OP)
+    is_autograd_op &= get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(
+        vocab.OP
+    )
     is_backward_op = get_event_column(trace, "forward_thread", 0)[tree.row] > 0
     enclosing_backward = tree.nearest(is_engine_node | is_backward_op)
     is_recomputed: Bools = (

@@ -12,8 +12,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import build_forest
-from traceloom.analyze.flame import KINDS as NODE_KINDS
-from traceloom.analyze.flame import call_tree
+from traceloom.analyze.flame import KINDS as NODE_KINDS, call_tree
 from traceloom.analyze.host_events import (
     BLOCKING_CALL,
     RECORDER_FRAME_PATTERN,
@@ -24,7 +23,7 @@ from traceloom.analyze.host_events import (
 from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.steps import NO_STEP, select_whole_steps, summarize_per_step
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import get_event_column, to_nullable_series
 from traceloom.trace.batch import (
@@ -272,7 +271,8 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
             ),
             "start_ns": start,
             **times,
-            "python": get_event_column(trace, "category")[row] == cat.CATEGORIES.index(cat.PYTHON),
+            "python": get_event_column(trace, "category")[row]
+            == vocab.CATEGORIES.index(vocab.PYTHON),
             "starting": mark_device_setup_calls(trace)[row],
         }
     ).hstack(paths[pl.Series(path_index, dtype=pl.UInt32)])

@@ -35,7 +35,7 @@ from traceloom.analyze.intervals import (
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import build_device_tiles, build_tiles
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.session import Session
@@ -314,15 +314,15 @@ def build_trees(
     tree, roles = build_forest(compared_steps.trace), classify_events(compared_steps.trace)
     annotation = get_event_column(compared_steps.trace, "category")[
         tree.row
-    ] == cat.CATEGORIES.index(cat.ANNOTATION)
+    ] == vocab.CATEGORIES.index(vocab.ANNOTATION)
     step_ends = np.append(compared_steps.host_spans.end, 0)
     sample = np.searchsorted(compared_steps.host_spans.start, tree.start_ns, side="right") - 1
     sample = np.where((sample >= 0) & (tree.start_ns < step_ends[sample]), sample, -1)
     in_tree = (roles.op | (annotation & ~roles.mark)) & (sample >= 0)
     if is_sequence:
-        vocab = build_vocabulary(compared_steps.trace)
-        runs_again = vocab.matching(_REPLAYABLE_OPS) & ~vocab.matching(_CONTAINER_OPS)
-        in_tree &= roles.op & gather_rows(runs_again, vocab.code[tree.row])
+        matcher = build_vocabulary(compared_steps.trace)
+        runs_again = matcher.matching(_REPLAYABLE_OPS) & ~matcher.matching(_CONTAINER_OPS)
+        in_tree &= roles.op & gather_rows(runs_again, matcher.code[tree.row])
     ancestor = tree.nearest(in_tree)
     parent = np.where((ancestor >= 0) & (sample[ancestor] == sample), ancestor, -1)
     # An event that continues into the next step counts up to the end of its own step.
@@ -335,7 +335,7 @@ def build_trees(
         pl.col("lane").is_in(trace.lanes.filter(pl.col("kind") == "host")["lane"].implode())
     ).select("start_ns", "name", "lane", "category")
     marks = host.join(trace.steps.select("start_ns", "name"), on=["start_ns", "name"], how="semi")
-    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == cat.OP)["lane"]
+    lanes = marks["lane"] if marks.height else host.filter(pl.col("category") == vocab.OP)["lane"]
     main = int(lanes.mode().sort()[0]) if lanes.len() else None
     numbers, counts = np.unique(tree.lane, return_counts=True)
     order = np.lexsort((numbers, -counts, numbers != main))
@@ -395,13 +395,13 @@ def build_trees(
 
 def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
     """Returns the number of the name of each kernel, copy and fill, in the order of events."""
-    vocab = build_vocabulary(trace)
+    matcher = build_vocabulary(trace)
     category = get_event_column(trace, "category")
-    code = vocab.code[
-        np.flatnonzero(np.isin(category, [cat.CATEGORIES.index(kind) for kind in cat.GPU_WORK]))
+    code = matcher.code[
+        np.flatnonzero(np.isin(category, [vocab.CATEGORIES.index(kind) for kind in vocab.GPU_WORK]))
     ]
     used, number = np.unique(code, return_inverse=True)
-    names = [name_codes.name(text) for text in vocab.names.gather(used).to_list()]
+    names = [name_codes.name(text) for text in matcher.names.gather(used).to_list()]
     name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
     return name_numbers
 
@@ -412,11 +412,11 @@ def _encode_event_names(
     """Returns the number of each event's name; numbers in the names of annotations count steps or
     calls, and are left out.
     """
-    vocab = build_vocabulary(trace)
-    code = np.where(in_tree, vocab.code[row].astype(np.int64) * 2 + annotation, -1)
+    matcher = build_vocabulary(trace)
+    code = np.where(in_tree, matcher.code[row].astype(np.int64) * 2 + annotation, -1)
     used, number = np.unique(code, return_inverse=True)
     texts: list[str] = (
-        vocab.names.gather(np.maximum(used // 2, 0)).to_list() if vocab.names.len() else []
+        matcher.names.gather(np.maximum(used // 2, 0)).to_list() if matcher.names.len() else []
     )
     numbers = [
         -1 if value < 0 else name_codes.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)

@@ -21,7 +21,7 @@ from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.intervals import compute_coverage, merge_intervals
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, select_whole_steps, split_at_steps, summarize_per_step
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column, to_nullable_series
 from traceloom.trace.batch import cache_per_trace
@@ -351,8 +351,8 @@ def _find_region_functions(trace: Trace, rows: Ints) -> pl.Series:
     """Returns the Python frame directly inside each region; null without one."""
     tree = build_forest(trace)
     child = np.minimum(rows + 1, tree.row.size - 1)
-    python = get_event_column(trace, "category")[tree.row[child]] == cat.CATEGORIES.index(
-        cat.PYTHON
+    python = get_event_column(trace, "category")[tree.row[child]] == vocab.CATEGORIES.index(
+        vocab.PYTHON
     )
     return _get_event_names(trace, np.where((tree.parent[child] == rows) & python, child, -1))
 

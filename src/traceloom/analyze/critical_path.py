@@ -33,8 +33,7 @@ from traceloom.analyze.critical_path_pieces import (
     split,
 )
 from traceloom.errors import UsageError
-from traceloom.graph import graph as graph_schema
-from traceloom.graph import link_session
+from traceloom.graph import graph as graph_schema, link_session
 from traceloom.graph.critical_path import compute_slack_ns
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.graph.law import MAX_ERROR_SHARE, Law, law

@@ -15,7 +15,7 @@ from traceloom.analyze.intervals import EMPTY_SPANS, compute_coverage, invert_sp
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, split_at_steps, step_times
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, to_nullable_series
 from traceloom.trace.batch import cache_per_trace
@@ -194,8 +194,8 @@ def _mark_loader_calls(trace: Trace) -> tuple[str, Bools]:
     tree = build_forest(trace)
     vocabulary, category_of = build_vocabulary(trace), trace.events["category"]
     for evidence, category, pattern in (
-        ("annotations", (cat.ANNOTATION, cat.OP), LOADER_SPAN),
-        ("python-frames", (cat.PYTHON,), LOADER_FRAME),
+        ("annotations", (vocab.ANNOTATION, vocab.OP), LOADER_SPAN),
+        ("python-frames", (vocab.PYTHON,), LOADER_FRAME),
     ):
         called = (vocabulary.events(pattern) & category_of.is_in(category).to_numpy())[tree.row]
         if called.any():

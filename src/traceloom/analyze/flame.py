@@ -13,7 +13,7 @@ from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_row
 from traceloom.analyze.host_events import ADDRESS_PATTERN, parse_frame_places
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, select_whole_steps, summarize_per_step
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import cache_per_trace
@@ -83,14 +83,14 @@ class CallTree(Struct, frozen=True):
 
 
 _KIND_BY_CATEGORY = {
-    cat.PYTHON: "python",
-    cat.OP: "op",
-    cat.ANNOTATION: "annotation",
-    cat.RUNTIME: "launch",
-    cat.DRIVER: "launch",
+    vocab.PYTHON: "python",
+    vocab.OP: "op",
+    vocab.ANNOTATION: "annotation",
+    vocab.RUNTIME: "launch",
+    vocab.DRIVER: "launch",
 }
 _KIND_BY_CATEGORY_CODE = np.array(
-    [KINDS.index(_KIND_BY_CATEGORY.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64
+    [KINDS.index(_KIND_BY_CATEGORY.get(name, "other")) for name in vocab.CATEGORIES], dtype=np.int64
 )
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import Vocabulary, build_vocabulary
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import get_event_column, to_nullable_series
 from traceloom.trace.batch import cache_per_trace
@@ -268,7 +268,7 @@ def attribute_to_launches(trace: Trace) -> AttributedWork:
     return AttributedWork(
         position,
         (work["end_ns"] - work["start_ns"]).to_numpy(),
-        (work["kind"] == cat.KERNEL).to_numpy(),
+        (work["kind"] == vocab.KERNEL).to_numpy(),
     )
 
 
@@ -456,7 +456,7 @@ def build_host_event_index(trace: Trace) -> HostEventIndex:
         tree=tree,
         words=vocabulary,
         code=convert_to_ndarray(vocabulary.code)[row].astype(np.int64),
-        is_op=category == cat.CATEGORIES.index(cat.OP),
-        is_python=category == cat.CATEGORIES.index(cat.PYTHON),
-        is_launch=np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]),
+        is_op=category == vocab.CATEGORIES.index(vocab.OP),
+        is_python=category == vocab.CATEGORIES.index(vocab.PYTHON),
+        is_launch=np.isin(category, [vocab.CATEGORIES.index(name) for name in vocab.LAUNCHES]),
     )

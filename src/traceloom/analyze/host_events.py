@@ -21,7 +21,7 @@ from traceloom.analyze.ancestry import build_forest, build_host_segments
 from traceloom.analyze.intervals import compute_coverage, merge_intervals
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import Vocabulary, build_vocabulary
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.batch import cache_per_trace
@@ -241,8 +241,8 @@ def classify_events(trace: Trace) -> EventClasses:
     )
     category = get_event_column(trace, "category")[tree.row]
     is_op, is_python = (
-        category == _get_category_code(cat.OP),
-        category == _get_category_code(cat.PYTHON),
+        category == _get_category_code(vocab.OP),
+        category == _get_category_code(vocab.PYTHON),
     )
     is_ours, is_step_mark = (
         gather_rows(vocabulary.matching(TRACELOOM_ANNOTATION_PATTERN), name_codes),
@@ -252,7 +252,7 @@ def classify_events(trace: Trace) -> EventClasses:
         gather_rows(_match_first_pattern(SPAN_PHASE_PATTERNS, vocabulary), name_codes),
         gather_rows(phase_by_word, name_codes),
     )
-    is_region = (category == _get_category_code(cat.ANNOTATION)) | is_ours
+    is_region = (category == _get_category_code(vocab.ANNOTATION)) | is_ours
     python_phase = gather_rows(_match_first_pattern(PYTHON_PHASE_PATTERNS, vocabulary), name_codes)
     phase = np.where(
         is_python, python_phase, np.where(is_region & (span_phase < 0), word_phase, span_phase)
@@ -260,7 +260,7 @@ def classify_events(trace: Trace) -> EventClasses:
     is_backward_op = (get_event_column(trace, "forward_thread", 0)[tree.row] > 0) & is_op
     phase = np.where(is_backward_op & (phase < 0), BACKWARD, phase)
     is_runtime_call = np.isin(
-        category, (_get_category_code(cat.RUNTIME), _get_category_code(cat.DRIVER))
+        category, (_get_category_code(vocab.RUNTIME), _get_category_code(vocab.DRIVER))
     )
     # Events that hold a whole step are around the loop, whatever their name.
     starts = trace.steps["start_ns"].to_numpy()
@@ -281,7 +281,7 @@ def classify_events(trace: Trace) -> EventClasses:
     )
     activity[
         is_framework_op
-        | (category == _get_category_code(cat.COLLECTIVE))
+        | (category == _get_category_code(vocab.COLLECTIVE))
         | (~is_python & (span_phase == COMMUNICATION))
     ] = OP
     is_blocking = (
@@ -306,7 +306,7 @@ def classify_activity(trace: Trace) -> Ints:
 
 
 def _get_category_code(category: str) -> int:
-    return cat.CATEGORIES.index(category)
+    return vocab.CATEGORIES.index(category)
 
 
 def _match_first_pattern(
@@ -410,7 +410,7 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
         build_host_segments(trace),
     )
     is_python = gather_rows(
-        get_event_column(trace, "category") == cat.CATEGORIES.index(cat.PYTHON), tree.row
+        get_event_column(trace, "category") == vocab.CATEGORIES.index(vocab.PYTHON), tree.row
     )
     is_user_name = np.zeros(len(vocabulary.names), dtype=np.bool_)
     functions = np.flatnonzero(

@@ -9,8 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import Forest, build_forest, build_host_segments
-from traceloom.analyze.flame import KINDS as NODE_KINDS
-from traceloom.analyze.flame import call_tree
+from traceloom.analyze.flame import KINDS as NODE_KINDS, call_tree
 from traceloom.analyze.host_events import (
     ACTIVITIES,
     BACKWARD,
@@ -30,7 +29,7 @@ from traceloom.analyze.host_events import (
 from traceloom.analyze.intervals import invert_spans, merge_intervals
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import NO_STEP, contains, cut, split_at_steps
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import (
     Engine,
@@ -135,7 +134,9 @@ def find_main_lane(trace: Trace) -> int | None:
     if not tree.row.size:
         return None
     category = get_event_column(trace, "category")[tree.row]
-    is_work = np.isin(category, [cat.CATEGORIES.index(name) for name in (cat.OP, *cat.LAUNCHES)])
+    is_work = np.isin(
+        category, [vocab.CATEGORIES.index(name) for name in (vocab.OP, *vocab.LAUNCHES)]
+    )
     backward_event = tree.outermost_or_self(classify_events(trace).phase == BACKWARD)
     events = np.bincount(tree.lane)
     working = tree.lane[is_work & (backward_event < 0)]
@@ -352,7 +353,7 @@ def threads(trace: Trace) -> Threads:
     np.add.at(activity_ns, (segments.lane, activity), ns)
     host_lanes = lanes["lane"].to_numpy()
     roles = _infer_roles(trace)
-    launches = [cat.CATEGORIES.index(category) for category in cat.LAUNCHES]
+    launches = [vocab.CATEGORIES.index(category) for category in vocab.LAUNCHES]
     calls = np.flatnonzero(np.isin(get_event_column(trace, "category"), launches))
     window = trace.end_ns - trace.start_ns
     busy = lanes["busy_ns"].fill_null(0).to_numpy()
@@ -455,10 +456,10 @@ def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
     vocabulary = build_vocabulary(trace)
     code = vocabulary.code[tree.row]
     category = get_event_column(trace, "category")[tree.row]
-    is_op = category == cat.CATEGORIES.index(cat.OP)
+    is_op = category == vocab.CATEGORIES.index(vocab.OP)
     backward = (tree.parent < 0) & (classify_events(trace).phase == BACKWARD) & is_op
-    launch = np.isin(category, [cat.CATEGORIES.index(name) for name in cat.LAUNCHES])
-    python = category == cat.CATEGORIES.index(cat.PYTHON)
+    launch = np.isin(category, [vocab.CATEGORIES.index(name) for name in vocab.LAUNCHES])
+    python = category == vocab.CATEGORIES.index(vocab.PYTHON)
     tests = (
         ("pin_memory", gather_rows(vocabulary.matching(_PIN_MEMORY_FRAME), code)),
         ("data_loader", gather_rows(vocabulary.matching(_LOADER_FRAME), code) & python),
@@ -471,7 +472,7 @@ def _infer_roles(trace: Trace) -> dict[int, tuple[str, str | None]]:
         ("operators", is_op),
         ("python", python),
         ("runtime", launch),
-        ("annotations", category == cat.CATEGORIES.index(cat.ANNOTATION)),
+        ("annotations", category == vocab.CATEGORIES.index(vocab.ANNOTATION)),
     )
     roles: dict[int, tuple[str, str | None]] = {}
     for role, matches in tests:

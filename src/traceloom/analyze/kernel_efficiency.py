@@ -24,7 +24,7 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.roofline import PeakSpec, select_modelled_work
 from traceloom.analyze.steps import build_device_tiles, select_whole_steps, summarize_per_step
 from traceloom.formats.arguments import can_reread_events, read_all_arguments
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, run_in_batches, split_by_trace
@@ -395,7 +395,7 @@ class Counters(Result):
 def counters(trace: Trace) -> Counters:
     """Collects counters, and pairs those of kernels with their launches."""
     rows = np.flatnonzero(
-        get_event_column(trace, "category") == cat.CATEGORIES.index(cat.COUNTER_RANGE)
+        get_event_column(trace, "category") == vocab.CATEGORIES.index(vocab.COUNTER_RANGE)
     )
     if not trace.counters.height and not rows.size:
         series, ranges, op_table = (
@@ -464,7 +464,8 @@ def find_launch_calls(trace: Trace) -> Ints:
     call is the same launch.
     """
     is_call = np.isin(
-        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]
+        get_event_column(trace, "category"),
+        [vocab.CATEGORIES.index(name) for name in vocab.LAUNCHES],
     )
     rows = np.flatnonzero(is_call & build_vocabulary(trace).events(KERNEL_LAUNCH))
     is_nested = np.isin(get_event_column(trace, "parent", -1)[rows], rows)

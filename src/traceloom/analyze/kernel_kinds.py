@@ -27,7 +27,7 @@ from traceloom.analyze.kernel_rules import (
 )
 from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import select_whole_steps, summarize_per_step
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import (
@@ -41,7 +41,9 @@ from traceloom.trace.batch import (
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.trace import Trace
 
-_NAMED_CATEGORIES = np.array([category in (cat.OP, cat.ANNOTATION) for category in cat.CATEGORIES])
+_NAMED_CATEGORIES = np.array(
+    [category in (vocab.OP, vocab.ANNOTATION) for category in vocab.CATEGORIES]
+)
 
 KIND_SCHEMA = build_schema("event kind rule", {"kind": WorkKindType})
 PRIORITY: tuple[str, ...] = (

@@ -33,8 +33,7 @@ from traceloom.trace.arrays import (
 from traceloom.trace.batch import cache_per_trace, concatenate_by_trace, gather_event_column
 from traceloom.trace.frames import contains_any
 from traceloom.trace.trace import Trace
-from traceloom.trace.vocabulary import CATEGORIES as _ALL
-from traceloom.trace.vocabulary import COPY, FILL, GPU_WORK, KERNEL
+from traceloom.trace.vocabulary import CATEGORIES as _ALL, COPY, FILL, GPU_WORK, KERNEL
 
 Category = Literal["compute", "communication", "memory"]
 WORK_CATEGORIES: tuple[str, ...] = get_args(Category)

@@ -442,7 +442,7 @@ RANK_SCHEMA = build_schema(
 HOST_SCHEMA = build_schema("host collective_count last_count wait_ns blame_ns root_ns alone_ns")
 HEAT_SCHEMA = build_schema("step rank wait_ns blame_ns root_ns")
 REASON_SCHEMA = build_schema(
-    "rank cause collective_count waited_ns late_ns most_late_ns", {"cause": CauseType}
+    "rank cause collective_count waited_ns late_ns max_late_ns", {"cause": CauseType}
 )
 
 # Causes that the order of a pipeline does not require
@@ -593,7 +593,7 @@ def summarize_reasons(collectives: pl.DataFrame) -> pl.DataFrame:
             pl.len().alias("collective_count"),
             pl.col("waited_ns").sum(),
             pl.col("late_ns").sum(),
-            pl.col("late_ns").max().alias("most_late_ns"),
+            pl.col("late_ns").max().alias("max_late_ns"),
         )
         .pipe(cast_to_schema, REASON_SCHEMA)
         .sort("waited_ns", "rank", "cause", descending=[True, False, False])

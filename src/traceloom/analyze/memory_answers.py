@@ -32,7 +32,7 @@ from traceloom.analyze.memory_owners import (
     summarize_blocks,
 )
 from traceloom.system import units
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import keep_in_memory
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -110,7 +110,7 @@ class ExplainedMemory:
         ):
             return True
         kinds = self.trace.events["category"].to_physical()
-        return bool((kinds == cat.CATEGORIES.index(cat.PYTHON)).any())
+        return bool((kinds == vocab.CATEGORIES.index(vocab.PYTHON)).any())
 
 
 def explain(

@@ -19,7 +19,7 @@ from traceloom.analyze.host_events import (
 )
 from traceloom.analyze.memory_blocks import Blocks, build_blocks
 from traceloom.analyze.names import build_vocabulary
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.batch import cache_per_trace
@@ -74,8 +74,8 @@ def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> E
     no_scope = gather_rows(
         vocabulary.matching(STEP_MARK_PATTERN) | vocabulary.matching(_WRAPPER_ANNOTATION), code
     )
-    annotation = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(
-        cat.ANNOTATION
+    annotation = get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(
+        vocab.ANNOTATION
     )
     is_own_scope = gather_rows(vocabulary.names.str.starts_with(SCOPE_PREFIX).to_numpy(), code)
     is_scope = is_own_scope | find_module_calls(trace, tree) | (annotation & ~no_scope)
@@ -130,7 +130,7 @@ def find_module_calls(trace: Trace, tree: Forest) -> Bools:
     annotated: Bools = gather_rows(vocabulary.names.str.starts_with(MODULE_PREFIX).to_numpy(), code)
     if annotated.any():
         return annotated
-    python = get_event_column(trace, "category")[tree.row] == cat.CATEGORIES.index(cat.PYTHON)
+    python = get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(vocab.PYTHON)
     framed = vocabulary.names.str.starts_with(PYTHON_MODULE).to_numpy() & ~vocabulary.matching(
         _WRAPPER
     )

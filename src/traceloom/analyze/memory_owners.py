@@ -14,12 +14,16 @@ from msgspec import Struct
 
 from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.host_events import LOADING, OPTIMIZER, classify_events
-from traceloom.analyze.memory import CENSUS as MEMORY_CENSUS
-from traceloom.analyze.memory import SHARED_MEMORY, read_first_census, read_last_census
+from traceloom.analyze.memory import (
+    CENSUS as MEMORY_CENSUS,
+    SHARED_MEMORY,
+    read_first_census,
+    read_last_census,
+)
 from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks
 from traceloom.analyze.memory_names import NamedBlocks
 from traceloom.analyze.names import build_vocabulary
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import get_event_column, sort_unique
 from traceloom.trace.frames import build_schema, cast_to_schema
@@ -316,9 +320,9 @@ class StackTexts:
     def __init__(self, trace: Trace) -> None:
         self._tree = build_forest(trace)
         self._words = build_vocabulary(trace)
-        self._python = get_event_column(trace, "category")[self._tree.row] == cat.CATEGORIES.index(
-            cat.PYTHON
-        )
+        self._python = get_event_column(trace, "category")[
+            self._tree.row
+        ] == vocab.CATEGORIES.index(vocab.PYTHON)
         self._above = self._tree.nearest(self._python)
 
     def reader(self, position: Ints) -> Callable[[Ints], pl.Series]:

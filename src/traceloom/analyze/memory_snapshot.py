@@ -20,6 +20,7 @@ from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks,
 from traceloom.analyze.memory_names import NO_OP, EventScopes, NamedBlocks, count_occurrences
 from traceloom.analyze.memory_owners import (
     CATEGORIES,
+    CATEGORIES_BEFORE as BEFORE_RECORDING,
     GRADIENT,
     INFERRED,
     INPUT,
@@ -31,7 +32,6 @@ from traceloom.analyze.memory_owners import (
     build_tree,
     find_owners,
 )
-from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as BEFORE_RECORDING
 from traceloom.system import units
 from traceloom.trace.array_types import Ints
 from traceloom.trace.session import MemorySnapshot, format_frame, format_stacks, is_python_frame

@@ -20,7 +20,7 @@ from traceloom.analyze.gpu_work import attribute_to_launches, find_gpu_event_row
 from traceloom.analyze.graph_launches import graph_launches, list_replayed_work, map_nodes
 from traceloom.analyze.names import build_vocabulary
 from traceloom.formats.arguments import can_reread_events, read_all_arguments
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.batch import cache_per_trace
@@ -32,7 +32,7 @@ _CALL_NOT_RECORDED = (
     "the capture knows its operator, but not the shapes of its inputs, or there is no model of it"
 )
 
-_ANNOTATION = cat.CATEGORIES.index(cat.ANNOTATION)
+_ANNOTATION = vocab.CATEGORIES.index(vocab.ANNOTATION)
 LINK_COPIES = ("HtoD", "DtoH", "HtoH", "PtoP")
 """Copies that the link between host and devices bounds, not the memory of the device."""
 
@@ -170,7 +170,9 @@ def _find_calls(trace: Trace, positions: Ints | None = None, batch: str = "") ->
     if lists.height:
         kernels = (
             trace.events.lazy()
-            .filter(pl.col("category") == cat.KERNEL, pl.col("op").is_in(lists["event"].implode()))
+            .filter(
+                pl.col("category") == vocab.KERNEL, pl.col("op").is_in(lists["event"].implode())
+            )
             .group_by("op")
             .agg(pl.col("name").first())
             .collect()
@@ -234,12 +236,12 @@ def _collect_call_contents(
             for values in inputs.select(names_below, "shapes", "types", "concrete").rows()
         )
         kernels = events.filter(
-            pl.col("category") == cat.KERNEL, pl.col("launch").is_in(descendants)
+            pl.col("category") == vocab.KERNEL, pl.col("launch").is_in(descendants)
         )
         ran = kernels.select("event", "name").collect()
         if not ran.height:
             launches = events.filter(
-                pl.col("category").is_in(cat.LAUNCHES), pl.col("event").is_in(descendants)
+                pl.col("category").is_in(vocab.LAUNCHES), pl.col("event").is_in(descendants)
             )
             ran = launches.select("event", pl.lit(None, pl.String).alias("name")).collect()
         launched = []

@@ -26,7 +26,7 @@ from traceloom.analyze.steps import (
     select_whole_steps,
     summarize_per_step,
 )
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column, to_nullable_series
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -364,7 +364,8 @@ def _assign_regions(trace: Trace) -> EventRegions:
     code = vocabulary.code[tree.row]
     category = get_event_column(trace, "category")[tree.row]
     python, op, annotation = (
-        category == cat.CATEGORIES.index(name) for name in (cat.PYTHON, cat.OP, cat.ANNOTATION)
+        category == vocab.CATEGORIES.index(name)
+        for name in (vocab.PYTHON, vocab.OP, vocab.ANNOTATION)
     )
     prefix_patterns = [
         f"^{re.escape(prefix)}" for prefix in (SCOPE_PREFIX, MODULE_FRAME_PREFIX, MODULE_PREFIX)

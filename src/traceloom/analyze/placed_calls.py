@@ -24,7 +24,7 @@ from traceloom.analyze.modelled_calls import (
 )
 from traceloom.analyze.names import build_vocabulary
 from traceloom.errors import UsageError
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.batch import (
     TRACE_COLUMN,
@@ -388,7 +388,7 @@ def _list_host_calls(trace: Trace, modelled: ModelledCalls) -> pl.DataFrame:
     )
     tree = build_forest(trace)
     # Host times are not those of work that went to a device without recorded work.
-    sent = trace.events["category"].is_in([*cat.LAUNCHES, cat.COMMAND, cat.GPU_EVENT]).any()
+    sent = trace.events["category"].is_in([*vocab.LAUNCHES, vocab.COMMAND, vocab.GPU_EVENT]).any()
     return pl.DataFrame(
         {"position": call_positions, "step": trace.events["step"][tree.row[call_positions]]}
     ).with_columns(

@@ -13,7 +13,7 @@ import polars as pl
 from traceloom.analyze.quality_checks import EVENT_CHECKS, GPU_CHECKS, QualityCheck
 from traceloom.analyze.steps import find_step_spans
 from traceloom.system.units import format_count, format_duration
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.frames import Result, build_schema
 from traceloom.trace.notice import Notice, NoticeSeverity, sort_by_severity
@@ -363,7 +363,7 @@ def check_coarse_clock(trace: Trace) -> QualityCheck | None:
         return None
     has_times = np.isin(
         get_event_column(trace, "category"),
-        [cat.CATEGORIES.index(name) for name in (*cat.GPU_WORK, cat.OP)],
+        [vocab.CATEGORIES.index(name) for name in (*vocab.GPU_WORK, vocab.OP)],
     )
     lengths = get_event_column(trace, "duration_ns")[has_times]
     short = int((lengths < 10 * trace.meta.unit_ns).sum())

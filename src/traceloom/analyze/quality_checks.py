@@ -21,7 +21,7 @@ from traceloom.analyze.kernel_efficiency import find_launch_calls
 from traceloom.analyze.names import build_vocabulary
 from traceloom.graph.device_edges import BEGINNING_SHARE, MIN_NOTICED_SHARE
 from traceloom.system.units import format_count, format_duration, format_share
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import (
     TRACE_COLUMN,
@@ -72,10 +72,10 @@ MIN_ABSURD_NS = 24 * 3600 * 10**9
 
 def check_missing_ops(trace: Trace) -> QualityCheck | None:
     """Reports GPU work or calls without a single framework operator."""
-    work_count = _count(trace, *cat.GPU_WORK, *cat.LAUNCHES)
+    work_count = _count(trace, *vocab.GPU_WORK, *vocab.LAUNCHES)
     if not work_count:
         return None
-    ops = _count(trace, cat.OP)
+    ops = _count(trace, vocab.OP)
     message = (
         "no framework operators were recorded (the profiler's CPU activity was off): operators, modules and phases are "
         "unknown, only calls and GPU work are shown"
@@ -89,7 +89,7 @@ def check_sampled_operators(trace: Trace) -> QualityCheck | None:
     """Reports operators that were numbered one by one, of which a file holds a few, so that it is
     unknown what lies between them.
     """
-    ids = trace.events["external_id"].filter(trace.events["category"] == cat.OP).drop_nulls()
+    ids = trace.events["external_id"].filter(trace.events["category"] == vocab.OP).drop_nulls()
     if ids.len() < _MIN_IDS:
         return None
     numbered = int(ids.max()) - int(ids.min()) + 1  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def check_sampled_operators(trace: Trace) -> QualityCheck | None:
 
 def check_missing_shapes(trace: Trace) -> QualityCheck | None:
     """Reports ops without the shapes of their inputs."""
-    is_op = (trace.events["category"] == cat.OP).to_numpy() & ~build_vocabulary(trace).events(
+    is_op = (trace.events["category"] == vocab.OP).to_numpy() & ~build_vocabulary(trace).events(
         TRACELOOM_ANNOTATION_PATTERN
     )
     ops = int(is_op.sum())
@@ -129,10 +129,10 @@ def check_missing_shapes(trace: Trace) -> QualityCheck | None:
 
 def check_missing_stacks(trace: Trace) -> QualityCheck | None:
     """Reports missing Python frames, without which it is unknown what runs between operators."""
-    ops = _count(trace, cat.OP)
+    ops = _count(trace, vocab.OP)
     if not ops:
         return None
-    frames = _count(trace, cat.PYTHON)
+    frames = _count(trace, vocab.PYTHON)
     message = (
         "no Python stacks were recorded: host time between operators shows as unobserved, and modules only as far as "
         "annotations go; record with stacks to see them, at some cost"
@@ -190,7 +190,7 @@ def check_absurd_durations(trace: Trace) -> QualityCheck | None:
 def check_unknown_categories(trace: Trace) -> QualityCheck | None:
     """Reports events of a category that this version does not know."""
     total = trace.events.height
-    unknown = trace.events["name"].filter(trace.events["category"] == cat.OTHER)
+    unknown = trace.events["name"].filter(trace.events["category"] == vocab.OTHER)
     names = ", ".join(sorted(unknown.unique().to_list())[:3])
     message = (
         f"{format_counted(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
@@ -208,7 +208,7 @@ def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
     window = trace.end_ns - trace.start_ns
     if not window:
         return None
-    is_overhead = trace.events["category"] == cat.OVERHEAD
+    is_overhead = trace.events["category"] == vocab.OVERHEAD
     start, duration_ns = (
         trace.events[name].filter(is_overhead).to_numpy() for name in ("start_ns", "duration_ns")
     )
@@ -300,7 +300,8 @@ def _count_names_by_sequence(traces: Sequence[Trace]) -> Iterable[pl.Series]:
 def _count(trace: Trace, *categories: str) -> int:
     return int(
         np.isin(
-            get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in categories]
+            get_event_column(trace, "category"),
+            [vocab.CATEGORIES.index(name) for name in categories],
         ).sum()
     )
 
@@ -509,7 +510,7 @@ def check_instant_work(trace: Trace) -> QualityCheck | None:
 
 def check_unpaired_counters(trace: Trace) -> QualityCheck | None:
     """Reports counters of kernels that cannot be joined to launches."""
-    ranges = int((trace.events["category"] == cat.COUNTER_RANGE).sum())
+    ranges = int((trace.events["category"] == vocab.COUNTER_RANGE).sum())
     if not ranges:
         return None
     launched = len(find_launch_calls(trace))
@@ -545,7 +546,7 @@ def check_syncs_while_running(trace: Trace) -> QualityCheck | None:
     is_stream_sync = trace.syncs["kind"] == "Stream Sync"
     if not is_stream_sync.any():
         return None
-    kernels = _select_gpu_work(trace).filter(pl.col("category") == cat.KERNEL)
+    kernels = _select_gpu_work(trace).filter(pl.col("category") == vocab.KERNEL)
     syncs = (
         trace.syncs.filter(is_stream_sync)
         .join(trace.events[["event", "device", "start_ns"]], on="event")
@@ -583,7 +584,7 @@ def check_waits_for_unknown_record(trace: Trace) -> QualityCheck | None:
         .select("record_correlation", "start_ns")
     )
     called = trace.events[["category", "name", "correlation", "start_ns"]].filter(
-        pl.col("category").is_in(cat.LAUNCHES)
+        pl.col("category").is_in(vocab.LAUNCHES)
     )
     calls = called.filter(pl.col("name").str.contains("EventRecord"))
     records = calls.group_by("correlation").agg(pl.col("start_ns").min().alias("recorded_ns"))
@@ -618,7 +619,7 @@ def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
         .over(TRACE_COLUMN, "device", "stream")
     )
     sums = (
-        work.with_columns(((ns > 0) & (start + cat.CLOCK_JITTER_NS < reach)).alias("overlaps"))
+        work.with_columns(((ns > 0) & (start + vocab.CLOCK_JITTER_NS < reach)).alias("overlaps"))
         .group_by(TRACE_COLUMN)
         .agg(
             work_count=pl.len(),
@@ -638,7 +639,8 @@ def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
 @cache_per_trace
 def _list_submitting_calls(trace: Trace) -> pl.DataFrame:
     is_call = np.isin(
-        get_event_column(trace, "category"), [cat.CATEGORIES.index(name) for name in cat.LAUNCHES]
+        get_event_column(trace, "category"),
+        [vocab.CATEGORIES.index(name) for name in vocab.LAUNCHES],
     )
     rows = np.flatnonzero(is_call & build_vocabulary(trace).events(_SUBMITTING_CALLS))
     return trace.events[["correlation", "start_ns"]][rows].drop_nulls("correlation")

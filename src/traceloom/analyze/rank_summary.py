@@ -29,7 +29,7 @@ from traceloom.analyze.intervals import (
 from traceloom.analyze.kernel_rules import select_gpu_work, select_gpu_work_with_steps
 from traceloom.analyze.names import Vocabulary, build_vocabulary
 from traceloom.analyze.steps import find_step_spans
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import TRACE_COLUMN, concatenate_by_trace, run_in_batches, split_by_trace
@@ -364,7 +364,7 @@ def _mark_work_inside_embedding_ops(trace: Trace, op: pl.Series) -> NDArray[np.b
         return none
     is_op = np.isin(
         get_event_column(trace, "category"),
-        [cat.CATEGORIES.index(category) for category in (cat.OP, cat.ANNOTATION)],
+        [vocab.CATEGORIES.index(category) for category in (vocab.OP, vocab.ANNOTATION)],
     )
     table_ops = (is_table[vocabulary.code] & is_op)[tree.row]
     if not table_ops.any():
@@ -383,7 +383,7 @@ def _count_tokens(trace: Trace) -> pl.DataFrame:
     """Returns step, tokens: how many indices each lookup in the largest table of `aten::embedding`
     takes.
     """
-    is_op = get_event_column(trace, "category") == cat.CATEGORIES.index(cat.OP)
+    is_op = get_event_column(trace, "category") == vocab.CATEGORIES.index(vocab.OP)
     lookup_rows = np.flatnonzero(is_op & build_vocabulary(trace).events(r"^aten::embedding$"))
     if not lookup_rows.size:
         return build_schema("step tokens").to_frame()

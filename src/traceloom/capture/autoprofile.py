@@ -46,14 +46,14 @@ class Autoprofile:
 
     Attributes:
         request: The request that was made, "" before.
-        trouble: Why there is none, "" where nothing went wrong.
+        last_error: Why there is none, "" where nothing went wrong.
     """
 
     def __init__(  # noqa: PLR0917  (as of `autoprofile`)
         self, server: str, token: str, job: str, labels: Mapping[str, str], at_step: int, steps: int
     ) -> None:
         self.request = ""
-        self.trouble = ""
+        self.last_error = ""
         self._server, self._token, self._job, self._labels = server, token, job, dict(labels)
         self._at_step, self._steps = at_step, steps
         self._made = 0
@@ -77,8 +77,8 @@ class Autoprofile:
         try:
             self._ask_in_time()
         except Exception as error:  # noqa: BLE001  (whatever it is, the program goes on)
-            self.trouble = str(error) or type(error).__name__
-            print_once("no-autoprofile", f"no trace of this job was asked for: {self.trouble}")
+            self.last_error = str(error) or type(error).__name__
+            print_once("no-autoprofile", f"no trace of this job was asked for: {self.last_error}")
 
     def _ask_in_time(self) -> None:
         rank = read_rank_and_world()[0]
@@ -119,7 +119,7 @@ class Autoprofile:
     def _body(self) -> dict[str, object]:
         left_s = self._left_s() or 0.0
         return {
-            "wanted": {"job": self._job, "steps": self._steps},
+            "spec": {"job": self._job, "steps": self._steps},
             "start": "step",
             "at_step": self._at_step,
             "after_s": min(max(left_s, 0.0), 3600.0),
@@ -214,7 +214,7 @@ def autoprofile(
     """Ask the fleet's service for a trace of all ranks of this job that begins with a step.
 
     Call it once, before the loop, and `step()` of what it returns after each step. It never raises
-    and never waits: what goes wrong is one line on standard error, and in `trouble`. Only the first
+    and never waits: what goes wrong is one line on standard error, and in `last_error`. Only the first
     rank asks, and one request is made, however many ask. The job is one that agents see (`traceloom
     agent env`).
 

@@ -113,14 +113,14 @@ class Watch:
     recordings by time.
     """
 
-    def __init__(self, look: Callable[[], bool]) -> None:
-        self._look = look
+    def __init__(self, check: Callable[[], bool]) -> None:
+        self._check = check
         self._wake = _thread.allocate_lock()
         self._ended = _thread.allocate_lock()
         self._running = False
 
     def start(self) -> None:
-        """Looks from now on, until `look` says that there is no more to see."""
+        """Looks from now on, until `check` says that there is no more to see."""
         if self._running:
             return
         self._running = True
@@ -149,7 +149,7 @@ class Watch:
 
     def _run(self, wake: Any, ended: Any) -> None:
         try:
-            while not wake.acquire(timeout=_POLL_SECONDS) and self._look():
+            while not wake.acquire(timeout=_POLL_SECONDS) and self._check():
                 pass
         finally:
             if self._wake is wake:

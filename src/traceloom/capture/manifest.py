@@ -42,11 +42,11 @@ class KernelSources:
 
     Attributes:
         files: Names in the folder.
-        left_out: Of those that were not copied the name and why.
+        omitted: Of those that were not copied the name and why.
     """
 
     files: list[str] = field(default_factory=list)
-    left_out: list[tuple[str, str]] = field(default_factory=list)
+    omitted: list[tuple[str, str]] = field(default_factory=list)
 
 
 def copy_sources(trace: Path, folder: Path, others: Iterable[str] = ()) -> KernelSources:
@@ -61,20 +61,20 @@ def copy_sources(trace: Path, folder: Path, others: Iterable[str] = ()) -> Kerne
         if path.suffix != ".py":  # none is stated, or it is no module of Python
             continue
         if not FILE_NAME.fullmatch(path.name) or path.name in out.files:
-            out.left_out.append((path.name, "no name for a file of its own"))
+            out.omitted.append((path.name, "no name for a file of its own"))
             continue
         most = min(MAX_SOURCE_BYTES, left)
         try:
             if not path.is_file():
-                out.left_out.append((path.name, "there is no such file any more"))
+                out.omitted.append((path.name, "there is no such file any more"))
                 continue
             with path.open("rb") as file:
                 text = file.read(most + 1)
         except OSError as error:
-            out.left_out.append((path.name, error.strerror or str(error)))
+            out.omitted.append((path.name, error.strerror or str(error)))
             continue
         if len(text) > most:
-            out.left_out.append((path.name, "too large"))
+            out.omitted.append((path.name, "too large"))
             continue
         folder.mkdir(exist_ok=True)
         with writing.write_atomically(folder / path.name) as temporary:

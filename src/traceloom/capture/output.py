@@ -148,13 +148,13 @@ class CaptureOutput:
                 os.kill(os.getpid(), signal.SIGKILL)
         os.close(write)
         if child > 0:
-            said, deadline = b"", time.monotonic() + _FORK_SECONDS
+            received, deadline = b"", time.monotonic() + _FORK_SECONDS
             while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                said += (more := os.read(read, 32))
-                if not more or (b"+" in said and len(said) > 1):
+                received += (more := os.read(read, 32))
+                if not more or (b"+" in received and len(received) > 1):
                     break
-            number = int(said.strip(b"+") or b"0")
-            if b"+" in said:
+            number = int(received.strip(b"+") or b"0")
+            if b"+" in received:
                 self._writer_process = number
             else:  # they hang: a thread asked for Python in the very instant of a fork
                 for process in (child, number):
@@ -380,8 +380,8 @@ class CaptureOutput:
             )
             return
         table["sources"] = [f"{folder.name}/{name}" for name in copied.files]
-        if copied.left_out:
-            (name, why), count = copied.left_out[0], len(copied.left_out)
+        if copied.omitted:
+            (name, why), count = copied.omitted[0], len(copied.omitted)
             message = (
                 f"sources of compiled kernels that were not copied: {count} (first `{name}`: {why})"
             )

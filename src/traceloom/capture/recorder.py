@@ -152,7 +152,7 @@ class Recorder:
         self._checkpoints = CheckpointMarks()
         self._times = ThreadTimes()
         self._threads: set[int] = set()  # those that make steps and backward passes
-        self._watch = exits.Watch(self._look)
+        self._watch = exits.Watch(self._check_window)
         if settings.memory:
             self.storage.history.begin()
 
@@ -605,17 +605,17 @@ class Recorder:
         if needed:
             self._watch.start()
 
-    def _look(self) -> bool:
+    def _check_window(self) -> bool:
         """Looks after time and memory on a thread of its own; False when that is not needed."""
         if not self.lock.acquire(timeout=0.001):
             return True
         try:
-            return bool(self._look_now())
+            return bool(self._check_window_now())
         finally:
             self.lock.release()
 
     @guard_errors
-    def _look_now(self) -> bool:
+    def _check_window_now(self) -> bool:
         plan, window, now = self.plan, self._window, time.monotonic()
         if self._finished or plan.phase is Phase.DONE:
             return False

@@ -12,8 +12,7 @@ import polars as pl
 from traceloom.analyze.intervals import merge_intervals, merge_spans
 from traceloom.changes.changes import Change
 from traceloom.changes.scenario import Scenario, compute_covered_ns, find_exposed_time
-from traceloom.graph import ABSENT, Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, Plan, graph as graph_schema
 from traceloom.graph.graph import (
     Graph,
     get_column_array,
@@ -36,7 +35,7 @@ def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> i
         The work that is left on the busiest stream or thread, or the whole time less the time in
         which something that changed went on, whichever is longer; ns.
     """
-    return max(compute_busiest_lane_ns(scenario), total_ns - most_saved_ns(graph, scenario))
+    return max(compute_busiest_lane_ns(scenario), total_ns - max_saved_ns(graph, scenario))
 
 
 def compute_busiest_lane_ns(scenario: Scenario) -> int:
@@ -70,7 +69,7 @@ def compute_busiest_lane_ns(scenario: Scenario) -> int:
     return int(np.bincount(lane, weights=remaining_ns).max())
 
 
-def most_saved_ns(graph: Graph, scenario: Scenario) -> int:
+def max_saved_ns(graph: Graph, scenario: Scenario) -> int:
     """Returns the time in which, on any rank, something went on that a scenario shortens or no
     longer waits for, ns.
 

@@ -11,8 +11,7 @@ import polars as pl
 from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals, subtract_spans
 from traceloom.changes.changes import Change, Selection
 from traceloom.errors import UsageError
-from traceloom.graph import ABSENT, Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, Plan, graph as graph_schema
 from traceloom.graph.calibrate import find_overlapping_edges
 from traceloom.graph.graph import Graph, get_column_array
 from traceloom.trace.array_types import Bools, Ints

@@ -267,14 +267,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _show_answer(args: argparse.Namespace) -> int:
     """Shows the agent's response, where route, action and view have the same name."""
-    from traceloom.agent.api import HangsAnswer, StatusAnswer, TriggersAnswer
+    from traceloom.agent.api import HangsResponse, StatusResponse, TriggersResponse
     from traceloom.cli import agent_views as views
     from traceloom.server.problem import HttpResponseBody
 
     rendered: dict[str, tuple[type[HttpResponseBody], Callable[[Any, int], Iterator[Text]]]] = {
-        "status": (StatusAnswer, views.status),
-        "hangs": (HangsAnswer, views.hangs),
-        "triggers": (TriggersAnswer, views.triggers),
+        "status": (StatusResponse, views.status),
+        "hangs": (HangsResponse, views.hangs),
+        "triggers": (TriggersResponse, views.triggers),
     }
     answer = create_agent_client(args).get(
         args.action, **({"job": args.job} if "job" in args and args.job else {})
@@ -312,9 +312,9 @@ def _show_processes(args: argparse.Namespace) -> int:
         ]
     if args.json:
         return _print_answer(args, answer, None)
-    processes = _read(answer, forms.ProcessesAnswer)
-    host = _read(client.get("devices"), forms.DevicesAnswer)
-    kills = _read(_fetch_events(client, args, "1h", "oom-kill"), list[forms.EventAnswer])
+    processes = _read(answer, forms.ProcessesResponse)
+    host = _read(client.get("devices"), forms.DevicesResponse)
+    kills = _read(_fetch_events(client, args, "1h", "oom-kill"), list[forms.EventResponse])
 
     def rendered(width: int) -> Iterator[Text]:
         yield from views.render_processes(processes, host.devices, width)
@@ -392,7 +392,7 @@ def _run_query(args: argparse.Namespace) -> int:
         "raw": "true" if args.raw else "",
     }
     answer = client.get("query", **{name: value for name, value in parameters.items() if value})
-    read = _read(answer, forms.QueryAnswer)
+    read = _read(answer, forms.QueryResponse)
     return _print_answer(args, answer, lambda width: views.render_query(read, index, width))
 
 
@@ -409,7 +409,7 @@ def _show_events(args: argparse.Namespace) -> int:
     from traceloom.cli import agent_views as views
 
     happened = _fetch_events(create_agent_client(args), args, _add_time_zone(args.since))
-    read = _read(happened, list[forms.EventAnswer])
+    read = _read(happened, list[forms.EventResponse])
     return _print_answer(args, {"events": happened}, lambda width: views.render_events(read, width))
 
 
@@ -433,7 +433,7 @@ def _learn(args: argparse.Namespace) -> int:
     answer = client.post(
         "traces", {"path": str(Path(args.trace).absolute()), "job": _find_job(args, client)}
     )
-    read = _read(answer, forms.TraceAnswer)
+    read = _read(answer, forms.TraceResponse)
     return _print_answer(args, answer, lambda _: views.render_job_facts(read))
 
 
@@ -459,7 +459,7 @@ def _show_stacks(args: argparse.Namespace) -> int:
     client.timeout_s = 300.0  # symbols of native code are hundreds of MB per process
     which = {"pid": str(args.pid)} if args.pid is not None else {"job": _find_job(args, client)}
     answer = client.get("stacks", **which, native="true" if args.native else "false")
-    read = _read(answer, forms.StacksAnswer)
+    read = _read(answer, forms.StacksResponse)
     return _print_answer(
         args, answer, lambda width: views.render_stacks(read, width, native=args.native)
     )
@@ -488,7 +488,7 @@ def _run_doctor(args: argparse.Namespace) -> int:
             ]
         }
         running = False
-    read = _read(answer, forms.DoctorAnswer)
+    read = _read(answer, forms.DoctorResponse)
     return _print_answer(
         args, answer, lambda width: views.render_doctor(read, width, running=running)
     )

@@ -15,19 +15,19 @@ import msgspec
 from rich.text import Text
 
 from traceloom.agent.api import (
-    DeviceAnswer,
-    DevicesAnswer,
-    DoctorAnswer,
-    EventAnswer,
-    HangsAnswer,
-    ProcessesAnswer,
-    QueryAnswer,
-    SeriesAnswer,
-    StacksAnswer,
-    StatusAnswer,
-    TraceAnswer,
-    TriggersAnswer,
-    ValueAnswer,
+    DeviceResponse,
+    DevicesResponse,
+    DoctorResponse,
+    EventResponse,
+    HangsResponse,
+    ProcessesResponse,
+    QueryResponse,
+    SeriesResponse,
+    StacksResponse,
+    StatusResponse,
+    TraceResponse,
+    TriggersResponse,
+    ValueResponse,
 )
 from traceloom.agent.hangs.stacks import format_ranges
 from traceloom.agent.metrics import METRICS, PREFIX
@@ -80,13 +80,13 @@ class HostValues(msgspec.Struct, frozen=True):
 class HostSnapshot(msgspec.Struct, frozen=True):
     """The current state of host, devices and processes."""
 
-    status: StatusAnswer
-    devices: DevicesAnswer
-    processes: ProcessesAnswer
+    status: StatusResponse
+    devices: DevicesResponse
+    processes: ProcessesResponse
     host: HostValues
 
 
-def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
+def status(answer: StatusResponse, width: int) -> Iterator[Text]:
     """Yields the state of the agent: itself, its collectors, its history."""
     up = dt.timedelta(seconds=(answer.now_ns - answer.started_ns) // 10**9)
     yield Text.assemble(
@@ -102,8 +102,8 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
     history = answer.history
     lost = f", {history['lost_ticks']:.0f} ticks lost" if history.get("lost_ticks") else ""
     yield Text(f"History: {units.format_size(int(history.get('bytes', 0)))} on disk{lost}")
-    if answer.history_trouble:
-        yield from render_paragraph(f"  in memory alone: {answer.history_trouble}", width)
+    if answer.history_error:
+        yield from render_paragraph(f"  in memory alone: {answer.history_error}", width)
     for name, last_error in answer.publishers.items():
         yield from render_paragraph(f"{name}: {last_error or 'publishes'}", width)
     yield from render_heading("Collectors", "period, time of the last run", width)
@@ -125,12 +125,12 @@ def status(answer: StatusAnswer, width: int) -> Iterator[Text]:
         for state in answer.collectors
     ]
     yield from render_table(
-        columns, rows, ("", lambda row, left: _cut(answer.collectors[row].trouble, left)), width
+        columns, rows, ("", lambda row, left: _cut(answer.collectors[row].last_error, left)), width
     )
 
 
 def render_processes(
-    answer: ProcessesAnswer, devices: Sequence[DeviceAnswer], width: int
+    answer: ProcessesResponse, devices: Sequence[DeviceResponse], width: int
 ) -> Iterator[Text]:
     """Yields the relevant processes, with owner, devices and step rate."""
     if not answer.processes:
@@ -202,7 +202,7 @@ def render_processes(
         )
 
 
-def render_events(happened: Sequence[EventAnswer], width: int) -> Iterator[Text]:
+def render_events(happened: Sequence[EventResponse], width: int) -> Iterator[Text]:
     """Yields a line for each event: time, job or device, description."""
     if not happened:
         yield Text("Nothing happened in this time.")
@@ -256,7 +256,7 @@ def render_top(picture: HostSnapshot, width: int) -> Iterator[Text]:
     yield from render_processes(picture.processes, devices, width)
 
 
-def _render_devices(devices: Sequence[DeviceAnswer], width: int) -> Iterator[Text]:
+def _render_devices(devices: Sequence[DeviceResponse], width: int) -> Iterator[Text]:
     columns = [
         TextColumn("GPU"),
         TextColumn("busy", right=False),
@@ -331,7 +331,7 @@ def fetch_host_values(client: AgentClient) -> HostValues:
     return HostValues(cpu, memory)
 
 
-def render_query(answer: QueryAnswer, index: Mapping[str, str], width: int) -> Iterator[Text]:
+def render_query(answer: QueryResponse, index: Mapping[str, str], width: int) -> Iterator[Text]:
     """Yields a line for each series: its labels, last value, range and curve.
 
     Args:
@@ -420,7 +420,7 @@ def build_metrics_document() -> list[dict[str, object]]:
     ]
 
 
-def render_job_facts(answer: TraceAnswer) -> Iterator[Text]:
+def render_job_facts(answer: TraceResponse) -> Iterator[Text]:
     """Yields what a trace shows about its job, and which metrics that enables."""
     yield Text(f"A step of job {answer.job}, as its trace shows it (mean of its processes):")
     mix, total = answer.dtype_mix, sum(answer.dtype_mix.values())
@@ -449,7 +449,7 @@ def render_job_facts(answer: TraceAnswer) -> Iterator[Text]:
         )
 
 
-def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator[Text]:
+def render_stacks(answer: StacksResponse, width: int, *, native: bool) -> Iterator[Text]:
     """Yields a sentence on where the ranks are, then each group of equal stacks, from the outermost
     call to the innermost.
     """
@@ -499,7 +499,7 @@ def render_stacks(answer: StacksAnswer, width: int, *, native: bool) -> Iterator
         )
 
 
-def hangs(answer: HangsAnswer, width: int) -> Iterator[Text]:
+def hangs(answer: HangsResponse, width: int) -> Iterator[Text]:
     """Yields each hang: job, start, outcome, the ranks that others wait for, and the path of its
     bundle.
     """
@@ -556,7 +556,7 @@ ranks_by = "waits"
 """
 
 
-def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
+def triggers(answer: TriggersResponse, width: int) -> Iterator[Text]:
     """Yields the rules, their last actions, why they were refused, and the remaining budget."""
     if not answer.rules:
         yield Text("No triggers: nothing is traced unasked. A rule for agent.toml, to begin with:")
@@ -578,9 +578,9 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
         f"{remaining} of {budget} a day are left; a process is traced for at most {units.format_percent(share)} % of its time.",
         width,
     )
-    if answer.trouble:
+    if answer.last_error:
         yield from render_paragraph(
-            f"What was spent is in memory alone: {answer.trouble}",
+            f"What was spent is in memory alone: {answer.last_error}",
             width,
             SEVERITY_STYLES["warning"][1],
         )
@@ -608,16 +608,16 @@ def triggers(answer: TriggersAnswer, width: int) -> Iterator[Text]:
             yield from render_paragraph(
                 f"last refusal {when}, {refusal.target}: {refusal_text}", width, DIM_STYLE, indent=2
             )
-        if rule.trouble:
+        if rule.problem:
             yield from render_paragraph(
-                f"as things are it cannot fire: {rule.trouble}",
+                f"as things are it cannot fire: {rule.problem}",
                 width,
                 SEVERITY_STYLES["warning"][1],
                 indent=2,
             )
 
 
-def render_doctor(answer: DoctorAnswer, width: int, *, running: bool) -> Iterator[Text]:
+def render_doctor(answer: DoctorResponse, width: int, *, running: bool) -> Iterator[Text]:
     """Yields what works, what does not, why, and a remedy."""
     number = Counter[str](check.works for check in answer.checks)
     parts = [
@@ -658,7 +658,7 @@ def _format_time(at_ns: int) -> str:
     )
 
 
-def _find_value(values: Sequence[ValueAnswer], metric: str) -> float | None:
+def _find_value(values: Sequence[ValueResponse], metric: str) -> float | None:
     return next((value.value for value in values if value.metric == PREFIX + metric), None)
 
 
@@ -674,7 +674,7 @@ def _format_value(value: float, unit: str) -> str:
     return f"{value:.4g}"
 
 
-def _draw_curve(curve: SeriesAnswer, first_ns: int, last_ns: int, width: int) -> str:
+def _draw_curve(curve: SeriesResponse, first_ns: int, last_ns: int, width: int) -> str:
     """Draws means over equal intervals, scaled from min to max; blank where there are no values.
 
     The curves of one response share the time axis; if all values are equal, the line is at the

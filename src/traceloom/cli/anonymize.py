@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import PartialError
 from traceloom.system.sanitize import sanitize
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(enabled=not args.quiet) as progress:
         inputs = [Path(name) for name in args.inputs]
         outcome = anonymize(
-            inputs, args.output, policy, key, args.map, force=args.force, on_status=progress.say
+            inputs, args.output, policy, key, args.map, force=args.force, on_status=progress.show
         )
     if args.json:
         import msgspec
@@ -149,7 +148,7 @@ def _render_outcome(outcome: Anonymized) -> Iterator[str]:
 
     yield "\nLeft out"
     rows = [(f"entries: {reason}", count) for reason, count in report["dropped_entries"].items()]
-    rows += [(f"files: {reason}", count) for reason, count in report["left_out"].items()]
+    rows += [(f"files: {reason}", count) for reason, count in report["omitted"].items()]
     unknown = [field for field in report["dropped"] if field["unknown"]]
     policy_fields = [field for field in report["dropped"] if not field["unknown"]]
     rows += [

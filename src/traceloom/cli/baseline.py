@@ -9,8 +9,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from traceloom.cli import checks, outputs
-from traceloom.cli import options as types
+from traceloom.cli import checks, options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 
@@ -119,15 +118,14 @@ def _summarise_runs(
 ) -> list[RunSummary]:
     from traceloom.analyze import gate_summary
 
-    progress.say("reading")
+    progress.show("reading")
     sessions = checks.load_sessions(args.runs, args, refused)
-    progress.say("measuring")
+    progress.show("measuring")
     return [gate_summary.summarise(session) for session in sessions]
 
 
 def _list(args: argparse.Namespace) -> int:
-    from traceloom.report import baseline_store as store
-    from traceloom.report import verdict
+    from traceloom.report import baseline_store as store, verdict
     from traceloom.report.views import terminal
 
     baseline_store = store.BaselineStore(args.store)
@@ -161,7 +159,7 @@ def _compare(args: argparse.Namespace) -> int:
     refused: list[Notice] = []
     with Progress(enabled=not args.quiet) as progress:
         runs = _summarise_runs(args, progress, refused)
-        progress.say("comparing")
+        progress.show("comparing")
         outcome = gate.judge(base.runs, runs, conditions)
         sides = ((f"baseline {args.name}", base.runs), (checks.format_side_name(args.runs), runs))
         document = verdict.build(outcome, *sides, strict=args.strict, effect=args.power)

@@ -8,8 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
 from traceloom.system.text import encode_utf8
@@ -149,14 +148,14 @@ def _is_first() -> bool:
 def _measure(args: argparse.Namespace, progress: Progress) -> Calibration:
     from traceloom.workload.replay.measure import measure
 
-    progress.say("starting")
+    progress.show("starting")
     names = {"max_size": "max_bytes", "powers": "factor"}
     options: dict[str, Any] = {
         names.get(name, name): value
         for name in _FOR_HERE
         if (value := getattr(args, name)) is not None
     }
-    return measure(**options, on_status=lambda what: progress.say(f"measuring {what}"))
+    return measure(**options, on_status=lambda what: progress.show(f"measuring {what}"))
 
 
 def _read(args: argparse.Namespace, progress: Progress) -> Calibration:
@@ -165,7 +164,7 @@ def _read(args: argparse.Namespace, progress: Progress) -> Calibration:
 
     files = [path for path in args.inputs if not Path(path).is_dir()]
     runs = [[path] for path in args.inputs if path not in files] + ([files] if files else [])
-    progress.say("reading")
+    progress.show("reading")
     sessions = [load(*paths, cache=not args.no_cache) for paths in runs]
-    progress.say("fitting")
+    progress.show("fitting")
     return calibrate(sessions, ranks_per_host=args.ranks_per_host)

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.errors import CheckError, PartialError, UsageError
 from traceloom.system.files import restore_addresses
 

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
 
@@ -96,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     with (
         Progress(enabled=not args.quiet) as progress,
-        convert.ConversionInput(Path(args.input), args.strict, progress.say) as source,
+        convert.ConversionInput(Path(args.input), args.strict, progress.show) as source,
     ):
         files, nodes, notices, following = _write_converted(source, target, format_name, args)
         rank_ends = (
@@ -151,7 +150,7 @@ def _compare_rank_ends(
     measured = run.find_measured_end_times(graph)
     if not graph.delays.height or not measured:  # nothing was measured
         return []
-    progress.say("comparing with the measurement")
+    progress.show("comparing with the measurement")
     try:
         (files,) = find_file_sets([target])
         simulated = run.simulate_with_recorded_transfers(read_workload(files))

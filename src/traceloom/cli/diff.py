@@ -86,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     with Progress(enabled=not args.quiet) as progress:
         sessions: list[Session] = []
         for path, side in ((args.base, "base"), (args.new, "new")):
-            progress.say(f"reading the {side}")
+            progress.show(f"reading the {side}")
             sessions += checks.load_sessions([path], args, refused, single=True)
         base, new = sessions
-        progress.say("comparing")
+        progress.show("comparing")
         with pin_to_one_core(base.event_count + new.event_count):
             document = comparison.build(compare(base, new), base, new)
             written = outputs.write_output_files(args, targets, document, progress)
@@ -125,11 +125,11 @@ def _check(args: argparse.Namespace) -> int:
             ("base", [args.base, *args.more_base]),
             ("new", [args.new, *args.more_new]),
         ):
-            progress.say(f"reading the {side}")
+            progress.show(f"reading the {side}")
             sides.append(
                 (checks.format_side_name(paths), checks.load_sessions(paths, args, refused))
             )
-        progress.say("comparing")
+        progress.show("comparing")
         runs = [[gate_summary.summarise(run) for run in sessions] for _, sessions in sides]
         outcome = gate.judge(runs[0], runs[1], conditions)
         typical_runs = []

@@ -647,7 +647,7 @@ def format_budget(answer: Any) -> str:
         units.format_size(answer["bytes_per_day"]),
     )
     line = f"left of 24 hours: {answer['traces_left']} of {answer['traces_per_day']} traces, {remaining} of {day}"
-    return f"{line}\n{sanitize(answer['trouble'])}" if answer["trouble"] else line
+    return f"{line}\n{sanitize(answer['last_error'])}" if answer["last_error"] else line
 
 
 NO_WEBHOOKS = """\
@@ -856,7 +856,7 @@ def _show_requests(args: argparse.Namespace) -> int:
     rows = [
         (
             request["id"],
-            request["wanted"]["job"],
+            request["spec"]["job"],
             request["who"],
             request["state"],
             request["capture"] or units.UNKNOWN_TEXT,

@@ -9,8 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.errors import UsageError, nearest
 
 DESCRIPTION = "Make a small workload with known answers, one Chakra file per rank."

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import PartialError
 
@@ -83,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         from traceloom.graph import link
 
         linked = link(
-            *args.inputs, window=args.window, cache=not args.no_cache, progress=progress.say
+            *args.inputs, window=args.window, cache=not args.no_cache, progress=progress.show
         )
         # Encoding a graph releases the GIL; the text about it is prepared meanwhile.
         writing = (
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.no_law:
             from traceloom.graph import law as find_law
 
-            progress.say("re-timing")
+            progress.show("re-timing")
             law = find_law(linked.graph)
         show: Callable[[], object] = lambda: None  # noqa: E731  (prepared here, printed after writing)
         if args.json or not args.quiet:
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
                 show = partial(terminal.show_graph, document, sys.stdout)
         written: list[str] = []
         if writing is not None:
-            progress.say(f"writing {args.output}")
+            progress.show(f"writing {args.output}")
             written = writing.result()
     show()
     if args.output is None:

@@ -8,8 +8,7 @@ import sys
 from functools import partial
 from typing import BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 
 BY = ("scope", "module", "category", "op", "stack", "dtype")
@@ -87,9 +86,9 @@ def run(args: argparse.Namespace) -> int:
     )
     options = MemoryOptions(args.rank, args.by, args.depth, args.at, args.top, args.full_op_names)
     with Progress(enabled=not args.quiet) as progress:
-        progress.say("reading")
+        progress.show("reading")
         sources = read_memory_sources(args.inputs, cache=not args.no_cache)
-        progress.say("naming allocations")
+        progress.show("naming allocations")
         document = build_document(sources, options)
         written = outputs.write_output_files(args, targets, document, progress)
     if args.json:

@@ -68,7 +68,7 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
 
-    def say(self, activity: str) -> None:
+    def show(self, activity: str) -> None:
         """Sets the current activity."""
         self._activity = sanitize(activity)
 
@@ -127,18 +127,18 @@ def fetch_remote_inputs(args: argparse.Namespace) -> None:
 
     with Progress(enabled=not args.quiet) as progress:
 
-        def say(done: int, total: int | None) -> None:
-            progress.say(
+        def show_bytes(done: int, total: int | None) -> None:
+            progress.show(
                 f"fetching {units.format_size(done)}"
                 + (f" of {units.format_size(total)}" if total is not None else "")
             )
 
-        progress.say("fetching")
+        progress.show("fetching")
         for name, value in argument_values.items():
             copies = fetch_inputs(
                 paths_by_argument[name],
                 cache=not getattr(args, "no_cache", False),
-                report_progress=say,
+                report_progress=show_bytes,
             )
             setattr(args, name, copies[0] if isinstance(value, str) else list(copies))
 
@@ -309,7 +309,7 @@ def write_output_files(
 
     written = []
     for path, write_document in targets:
-        progress.say(f"writing {path}")
+        progress.show(f"writing {path}")
         written.append(
             (path, files.write(path, partial(write_document, document), force=args.force))
         )

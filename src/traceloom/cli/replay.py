@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
 from traceloom.system import units
@@ -271,7 +270,7 @@ def run(args: argparse.Namespace) -> int:
     replay_result = dry_run_results = comparison = simulation = None
     with Progress(enabled=not args.quiet) as progress:
         plan = make_plan(
-            *args.inputs, choice=choice, cache=not args.no_cache, progress=progress.say
+            *args.inputs, choice=choice, cache=not args.no_cache, progress=progress.show
         )
         plan = _scale_plan(args, plan)
         # The sources to be executed are announced even if all other messages are suppressed.
@@ -293,9 +292,9 @@ def run(args: argparse.Namespace) -> int:
                     args.machine,
                     with_gaps=args.pace == "recorded",
                     cache=not args.no_cache,
-                    on_status=progress.say,
+                    on_status=progress.show,
                 )
-            replay_result = replay(plan, build_run_options(args), on_status=progress.say)
+            replay_result = replay(plan, build_run_options(args), on_status=progress.show)
         if replay_result is not None:
             comparison = compare_replay(plan, replay_result, simulation)
             written += outputs.write_output_files(args, comparison_files, comparison, progress)
@@ -453,7 +452,7 @@ def _describe_plan(plan: ReplayPlan) -> Iterator[str]:
         yield (
             f"rank {rank_plan.rank}: {units.format_quantity(counts.get(RUN, 0), 'op')} of {rank_plan.calls.height:,} "
             f"different calls, {units.format_quantity(counts.get(COLLECTIVE, 0), 'collective')}, "
-            f"{units.format_quantity(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.left_out.height:,} left out; "
+            f"{units.format_quantity(counts.get(STAND_IN, 0), 'stand-in')}, {rank_plan.omitted.height:,} left out; "
             f"{units.format_quantity(external_storages.height, 'tensor')} from outside ({units.format_size(int(external_storages['bytes'].sum()))})"
         )
     for notice, text in merge_rank_notices([notice.to_dict() for notice in plan.notices]):
@@ -482,5 +481,5 @@ def _describe_dry_run(ranks: Iterable[RankDryRun]) -> Iterator[str]:
         for difference in rank_result.wrong:
             outcome = f"recorded {difference.recorded}, here {difference.here or 'nothing'}"
             yield f"  {units.format_count(difference.count)} × {difference.name}, output {difference.output}: {outcome}"
-        for left_out in rank_result.left:
-            yield f"  {units.format_count(left_out.count)} × {left_out.name} ({left_out.reason}): {left_out.text}"
+        for omitted in rank_result.left:
+            yield f"  {units.format_count(omitted.count)} × {omitted.name} ({omitted.reason}): {omitted.text}"

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, PartialError, UsageError
 from traceloom.system.files import restore_addresses
@@ -25,8 +24,7 @@ from traceloom.system.process import pin_to_one_core
 
 if TYPE_CHECKING:
     from traceloom.analyze.kernel_rules import KindRule
-    from traceloom.formats import Loaded
-    from traceloom.formats import ReadProgress as Reading
+    from traceloom.formats import Loaded, ReadProgress as Reading
     from traceloom.report import ReportOptions
     from traceloom.report.documents import ReportDocument
     from traceloom.report.views.files import Report
@@ -236,7 +234,7 @@ def _run(
                 if error.slug != "no-traces" or not any(map(any, reports_of_memory)):
                     raise
                 return _report_out_of_memory(args)
-            progress.say("analysing")
+            progress.show("analysing")
             until_written.enter_context(
                 pin_to_one_core(sum(session.event_count for session in loaded.runs))
             )
@@ -254,7 +252,7 @@ def _run(
                     args, [(path, target_format.writer(path))], report, progress
                 )
             else:
-                progress.say(f"writing {path}")
+                progress.show(f"writing {path}")
                 written_files = files.write_directory(
                     path, partial(target_format.fill, report), target_format.ours, force=args.force
                 )
@@ -374,12 +372,12 @@ def _load(args: argparse.Namespace, progress: Progress) -> Loaded:
         part = (
             f" {reading.done_bytes * 100 // reading.total_bytes} %" if reading.total_bytes else ""
         )
-        progress.say(
+        progress.show(
             f"reading{part}"
             + (f", file {reading.files_done + 1} of {reading.files}" if reading.files > 1 else "")
         )
 
-    progress.say("reading")
+    progress.show("reading")
     return load_inputs(
         *args.inputs, cache=not args.no_cache, progress=tell, ranks=args.rank, most=_MAX_RANK_FILES
     )

@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
 
-    def say(text: str) -> None:
+    def write_line(text: str) -> None:
         if not args.quiet:
             print(f"{text} ...", file=sys.stderr, flush=True)
 
@@ -203,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
         if demo is None:
             ensure_local_token(state, get_token_path())
         else:
-            demo.fill(state, objects, tables, say)
+            demo.fill(state, objects, tables, write_line)
         engine = create_engine(args.engine, args.workers, tls)
         stack.callback(engine.close)
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import InputError, UsageError
 from traceloom.system.text import encode_utf8
@@ -71,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     targets = outputs.resolve_output_files(args, {".html": draw, ".htm": draw})
     with Progress(enabled=not args.quiet) as progress:
-        progress.say("reading")
+        progress.show("reading")
         from traceloom.report.workload import convert_graph, convert_workload
 
         graphs = [path for path in args.inputs if Path(path).name.lower().endswith(".graph")]
@@ -97,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
                     hint="name the files of one of them",
                 )
             network = convert_workload(
-                read_workload(file_sets[0], lambda path: progress.say(f"reading {path}"))
+                read_workload(file_sets[0], lambda path: progress.show(f"reading {path}"))
             )
         row = None if args.node is None else _find_row(network, args.node, args.rank)
-        progress.say("counting")
+        progress.show("counting")
         from traceloom.report.workload import build_node_document, summarise
 
         document: WorkloadSummaryDocument | NodeDocument

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.errors import OutputError, UsageError
 from traceloom.system.files import report_write_errors
@@ -161,18 +160,18 @@ def run_scaling(args: argparse.Namespace) -> int:
         args, {".json": "document"}, ("workload", RANK_FILES_PATTERN)
     )
     with Progress(enabled=not args.quiet) as progress:
-        progress.say("reading")
+        progress.show("reading")
         source = open_input(
             args.inputs, groups=args.groups, only=args.only, step=args.step, cache=not args.no_cache
         )
-        progress.say("measuring how works vary")
+        progress.show("measuring how works vary")
         described = load_machine(args)
         job = build_recorded_job(args, source, described)
         size = {"ranks": args.ranks, "data_parallel": args.data_parallel}
         ranks = job.copies(**size) * job.axis.positions
         machine = described.for_ranks(ranks) if described else None
         model = make_transfer_model(machine) if machine else None
-        progress.say(f"drawing steps of {ranks:,} ranks")
+        progress.show(f"drawing steps of {ranks:,} ranks")
         answer = job.at(**size, transfers=model)
         document = simulation.build(
             answer,
@@ -181,17 +180,17 @@ def run_scaling(args: argparse.Namespace) -> int:
         )
         written = []
         for path, format_name in targets:
-            progress.say(f"writing {path}")
+            progress.show(f"writing {path}")
             if format_name == "document":
                 written += outputs.write_output_files(
                     args, [(path, outputs.write_json)], document, progress
                 )
             else:
-                progress.say(f"copying the graph for {ranks:,} ranks")
+                progress.show(f"copying the graph for {ranks:,} ranks")
                 graph = job.graph_at(ranks=ranks, transfers=model)
-                progress.say(f"ordering {graph.nodes.height:,} nodes for {path}")
+                progress.show(f"ordering {graph.nodes.height:,} nodes for {path}")
                 workload = to_astra_sim(graph)
-                progress.say(f"writing {ranks:,} files to {path}")
+                progress.show(f"writing {ranks:,} files to {path}")
                 sizes = [file.stat().st_size for file in workload.write(path, force=args.force)]
                 written.append((path, sum(sizes)))
     outputs.print_document(args, document, simulation.render_scaled)
@@ -282,14 +281,14 @@ def _evaluate_missing_points(
     answers = saved_points.read(points) if saved_points else {}
     missing = {number: point for number, point in enumerate(points) if number not in answers}
     done = len(answers)
-    progress.say(f"{done:,} of {len(points):,} points" if done else "reading")
+    progress.show(f"{done:,} of {len(points):,} points" if done else "reading")
     with clean_up_on_exit(saved_points.announce if saved_points else lambda: None):
         for number, row in evaluate_points(question, missing):
             answers[number] = row
             done += 1
             if saved_points is not None:
                 saved_points.add(points[number], row)
-            progress.say(f"{done:,} of {len(points):,} points")
+            progress.show(f"{done:,} of {len(points):,} points")
     if not any(row["time_ns"] is not None for row in answers.values()):
         reasons = sorted({str(row["reason"]) for row in answers.values()})
         keys = ", ".join(axis.key for axis in axes)
@@ -614,7 +613,7 @@ def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
         only=args.only,
         step=args.step,
         cache=not args.no_cache,
-        progress=progress.say,
+        progress=progress.show,
     )
 
 
@@ -632,7 +631,7 @@ def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
             raise UsageError(f"`{text}` is no KIND=PREFIX", slug="wrong-usage", hint=hint)
         algorithms[kind] = prefix
     network, system = read_network(args.network), read_system(args.system)
-    progress.say("reading")
+    progress.show("reading")
     sets = find_file_sets(args.inputs, args.groups)
     if len(sets) > 1:
         names = ", ".join(file_set.name for file_set in sets[:4])
@@ -642,7 +641,7 @@ def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
             hint="name one",
         )
     workload = read_workload(sets[0])
-    progress.say("simulating")
+    progress.show("simulating")
     return simulate(
         workload,
         network,

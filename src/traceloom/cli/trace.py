@@ -378,7 +378,7 @@ def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from traceloom.system.sanitize import sanitize
 
     for request in requests:
-        spec = request["wanted"]
+        spec = request["spec"]
         window = (
             f"{spec['steps']} steps" if spec["steps"] is not None else f"{spec['duration_s']:g} s"
         )
@@ -433,7 +433,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
             hint="name another -o",
         )
     start = "step" if args.by_step else "instant"
-    request = client.post("requests", {"wanted": spec, "choose": args.choose or "", "start": start})
+    request = client.post("requests", {"spec": spec, "choose": args.choose or "", "start": start})
     try:
         request = _watch_fleet_trace(args, client, request)
     except KeyboardInterrupt:
@@ -513,7 +513,7 @@ def _list(args: argparse.Namespace, client: FleetClient) -> int:
             .astimezone()
             .strftime("%Y-%m-%d %H:%M:%S")
         )
-        job = request["wanted"]["job"]
+        job = request["spec"]["job"]
         print(
             sanitize(
                 f"{request['id']}  {requested_at}  {job}, by {request['who']}: {request['state']}  {request['capture']}"

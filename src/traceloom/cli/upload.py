@@ -339,12 +339,12 @@ def run(args: argparse.Namespace) -> int:
         for name in args.captures:
 
             def tell(sent: int, total: int, name: str = name) -> None:
-                progress.say(f"{name}: {sent * 100 // max(total, 1)} %")
+                progress.show(f"{name}: {sent * 100 // max(total, 1)} %")
 
             answers += [upload(client, Path(name), args.job, tell)]
         for index, answer in enumerate(answers):
             while args.wait and answer["state"] in {"received", "checked", "analysed"}:
-                progress.say(f"{args.captures[index]}: {answer['state']}")
+                progress.show(f"{args.captures[index]}: {answer['state']}")
                 time.sleep(_POLL_S)
                 answer = client.get(f"captures/{answer['id']}")  # noqa: PLW2901  (the same upload, later)
             answers[index] = answer

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
             *args.inputs,
             target=args.target,
             groups=args.groups,
-            step=lambda path: progress.say(f"reading {path}"),
+            step=lambda path: progress.show(f"reading {path}"),
         )
     if args.json:
         import msgspec

@@ -6,8 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
-from traceloom.cli import options as types
-from traceloom.cli import outputs
+from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
 from traceloom.system.process import pin_to_one_core
 from traceloom.system.text import encode_utf8
@@ -91,12 +90,12 @@ def run(args: argparse.Namespace) -> int:
     }
     targets = outputs.resolve_output_files(args, formats)
     with Progress(enabled=not args.quiet) as progress:
-        progress.say("reading")
+        progress.show("reading")
         session = load(*args.inputs, cache=not args.no_cache)
-        progress.say("linking")
+        progress.show("linking")
         with pin_to_one_core(session.event_count):
             graph = link_session(session, step=args.step)
-            progress.say("evaluating")
+            progress.show("evaluating")
             plan = Plan(graph)
             replay_law = law(graph, plan)
             answer = whatif(

@@ -26,12 +26,11 @@ from traceloom.analyze.quality_checks import check_sampled_operators
 from traceloom.analyze.steps import has_request_steps
 from traceloom.changes.changes import Change, select_event_nodes
 from traceloom.changes.scenario import Scenario, find_exposed_time
-from traceloom.graph import Plan, link_session
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema, link_session
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.graph.law import Law, law
 from traceloom.system import units
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import NO_ROW, gather_rows, get_event_column
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.frames import cast_to_schema
@@ -493,7 +492,7 @@ class Context:
     @cached_property
     def stacks(self) -> bool:
         """Whether Python frames were recorded."""
-        return any(bool((trace.events["category"] == cat.PYTHON).any()) for trace in self.traces)
+        return any(bool((trace.events["category"] == vocab.PYTHON).any()) for trace in self.traces)
 
     @cached_property
     def sampled(self) -> bool:
@@ -712,7 +711,7 @@ def _read_thread_clocks(trace: Trace) -> dict[str, ThreadClock]:
 
 
 def _select_python_frames(trace: Trace) -> pl.DataFrame:
-    python = trace.events.filter(pl.col("category") == cat.PYTHON)
+    python = trace.events.filter(pl.col("category") == vocab.PYTHON)
     return python.select(
         "name", "lane", "start_ns", "depth", end_ns=pl.col("start_ns") + pl.col("duration_ns")
     )

@@ -26,7 +26,7 @@ from traceloom.findings.host_waits import (
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import NO_ROW, NULL, gather_rows, get_event_column
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
@@ -172,7 +172,7 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
     `for value in tensor` begins with `aten::unbind`, after which any operator may be the loop's.
     Loops of a data loader are left out.
     """
-    vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == cat.OP).to_numpy()
+    vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == vocab.OP).to_numpy()
     parent, lane = get_event_column(trace, "parent", NO_ROW), get_event_column(trace, "lane")
     is_nested = gather_rows(
         is_op | gather_rows(vocabulary.matching(DATA_LOADING_PATTERN), vocabulary.code), parent
@@ -238,7 +238,7 @@ def find_python_bound(context: Context) -> Iterator[Message]:
     """Reports Python between operators that delays the step."""
     if (
         not context.select_kinds(graph_schema.HOST).any()
-        or not (context.graph.nodes["category"] == cat.OP).any()
+        or not (context.graph.nodes["category"] == vocab.OP).any()
     ):
         yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
         return
@@ -395,7 +395,7 @@ def _find_copy_operators(trace: Trace) -> pl.DataFrame:
     """
     events = trace.events
     names, parent = events["name"], events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
-    is_op = (events["category"] == cat.OP).to_numpy()
+    is_op = (events["category"] == vocab.OP).to_numpy()
     copying = names.str.contains(_COPYING_OPS).to_numpy() & is_op
     back = names.str.contains(_BACKWARD_COPY_OPS).to_numpy()
     candidate = np.flatnonzero((names.str.contains(_COPY_OPS).to_numpy() & is_op) | back)
@@ -489,7 +489,7 @@ def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
     }
     events = trace.events
     parent_row = events["parent"].fill_null(0)
-    is_op = events["category"] == cat.OP
+    is_op = events["category"] == vocab.OP
     inner = events["parent"].is_not_null() & is_op.gather(parent_row)
     loading = np.zeros(events.height, dtype=np.bool_)
     loading[find_loader_calls(trace)] = True

@@ -37,7 +37,7 @@ from traceloom.findings.context import (
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
@@ -84,7 +84,7 @@ def find_pauses(context: Context) -> Iterator[Message]:
     recorded_ranks = node_rank.filter(
         name.str.starts_with(_AUTOGRAD_ENGINE) & ~name.str.ends_with(_ACCUMULATE_GRAD)
     ).unique()
-    backward = (nodes["category"].cast(pl.String) == cat.ANNOTATION) & name.str.contains(
+    backward = (nodes["category"].cast(pl.String) == vocab.ANNOTATION) & name.str.contains(
         _BACKWARD_PATTERN
     )
     unseen: Bools = (
@@ -120,7 +120,7 @@ def select_time_between_operators(context: Context) -> Bools:
     nodes = context.graph.nodes
     frames = pl.Series(context.select_kinds(graph_schema.HOST)) & nodes["category"].cast(
         pl.String
-    ).is_in([cat.ANNOTATION, cat.PYTHON])
+    ).is_in([vocab.ANNOTATION, vocab.PYTHON])
     between = context.select_kinds(graph_schema.THINK) | frames.fill_null(value=False).to_numpy()
     claimed_masks = (
         match_node_names(context.graph, pattern)

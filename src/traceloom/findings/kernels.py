@@ -22,7 +22,7 @@ from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
@@ -289,7 +289,7 @@ def _select_slow_kernels(trace: Trace) -> pl.DataFrame:
     )
     kernels = (
         trace.events[["event", "name", "op", "duration_ns"]]
-        .filter(trace.events["category"] == cat.KERNEL)
+        .filter(trace.events["category"] == vocab.KERNEL)
         .join(shapes, on="op", maintain_order="left")
         .join(
             trace.kernels[["event", "blocks_per_sm"]], on="event", how="left", maintain_order="left"
@@ -488,7 +488,7 @@ def _find_norm_operators(trace: Trace) -> pl.DataFrame:
     events = trace.events[["event", "name", "step", "lane", "parent", "start_ns"]]
     if not (events["name"] == "aten::rsqrt").any():
         return nothing
-    is_op = trace.events["category"] == cat.OP
+    is_op = trace.events["category"] == vocab.OP
     is_outermost = events["parent"].is_null() | ~is_op.gather(events["parent"].fill_null(0))
     top = events.filter(is_op & is_outermost).sort("lane", "start_ns")
     names, lanes, rows = top["name"].to_list(), top["lane"].to_list(), top["event"].to_list()

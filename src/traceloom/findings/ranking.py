@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import ArrayLike, NDArray
 
-from traceloom.changes.bounds import is_lower_bound, most_saved_ns, unrecorded_saving_ns
+from traceloom.changes.bounds import is_lower_bound, max_saved_ns, unrecorded_saving_ns
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import evaluations
 from traceloom.errors import DOCUMENTATION
@@ -80,7 +80,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
     abstained: list[Abstention] = []
     remarks: list[Finding] = []
     for rule in rules:
-        for outcome in rule.look(context):
+        for outcome in rule.find(context):
             if isinstance(outcome, Abstention):
                 abstained.append(outcome)
             elif isinstance(outcome, MemoryCandidate):
@@ -156,7 +156,7 @@ def _rank_greedily(
     steps: _StepCandidates | None = None
     if len(step_window) > 1:
         several = context.over(step_window)
-        outcomes = ((rule, outcome) for rule in rules for outcome in rule.look(several))
+        outcomes = ((rule, outcome) for rule in rules for outcome in rule.find(several))
         steps = _StepCandidates(
             several,
             _collect_by_key(
@@ -363,9 +363,7 @@ class _StepCandidates:
         measured = get_point_times(graph)
         lengths = {}
         for key, (scenario, times) in zip(keys, evaluations(scenarios, self.plan), strict=True):
-            lengths[key] = self.lengths(
-                np.maximum(times, measured - most_saved_ns(graph, scenario))
-            )
+            lengths[key] = self.lengths(np.maximum(times, measured - max_saved_ns(graph, scenario)))
         return lengths
 
     def after_both(self, first: Key, second: Key) -> Ints:

@@ -95,12 +95,12 @@ class FindingRule(Struct, frozen=True):
     Attributes:
         slug: Stable name.
         title: What it looks for, in a few words.
-        look: Context -> candidates, or an abstention; nothing where all is well.
+        find: Context -> candidates, or an abstention; nothing where all is well.
     """
 
     slug: str
     title: str
-    look: Callable[[Context], Iterable[Message]]
+    find: Callable[[Context], Iterable[Message]]
 
 
 MAX_FRAMES = 3

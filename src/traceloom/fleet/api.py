@@ -41,7 +41,7 @@ class UploadTarget(HttpResponseBody, frozen=True):
     url: str
 
 
-class AnnounceAnswer(HttpResponseBody, frozen=True):
+class AnnounceResponse(HttpResponseBody, frozen=True):
     """The name of the capture, and the files that are not there yet.
 
     `complete`: nothing is left to do.
@@ -52,14 +52,14 @@ class AnnounceAnswer(HttpResponseBody, frozen=True):
     uploads: list[UploadTarget]
 
 
-class FileAnswer(HttpResponseBody, frozen=True):
+class FileResponse(HttpResponseBody, frozen=True):
     """A file that arrived whole."""
 
     name: str
     size: int
 
 
-class TaskAnswer(HttpResponseBody, frozen=True):
+class TaskResponse(HttpResponseBody, frozen=True):
     """An analysis of a capture; `error`: why the last try failed."""
 
     version: str
@@ -68,7 +68,7 @@ class TaskAnswer(HttpResponseBody, frozen=True):
     error: str
 
 
-class CaptureAnswer(HttpResponseBody, frozen=True):
+class CaptureResponse(HttpResponseBody, frozen=True):
     """A capture.
 
     `state`: of its last task; "" where its files are not all there. `files`: name -> bytes.
@@ -81,7 +81,7 @@ class CaptureAnswer(HttpResponseBody, frozen=True):
     received_ns: int
     bytes: int
     state: TaskState | Literal[""]
-    tasks: list[TaskAnswer]
+    tasks: list[TaskResponse]
     files: dict[str, int]
 
 
@@ -93,10 +93,10 @@ class CapturesParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=Tr
     most: Annotated[int, Meta(ge=1, le=1000)] = 100
 
 
-class CapturesAnswer(HttpResponseBody, frozen=True):
+class CapturesResponse(HttpResponseBody, frozen=True):
     """Captures, newest first."""
 
-    captures: list[CaptureAnswer]
+    captures: list[CaptureResponse]
 
 
 class FleetHealth(HttpResponseBody, frozen=True):
@@ -114,7 +114,7 @@ class FleetCheck(HttpResponseBody, frozen=True):
     help: str = ""
 
 
-class FleetCheckAnswer(HttpResponseBody, frozen=True):
+class FleetCheckResponse(HttpResponseBody, frozen=True):
     """All parts of the service, and how many tasks are in each state."""
 
     checks: list[FleetCheck]
@@ -129,7 +129,7 @@ class BackfillBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     again: bool = False
 
 
-class BackfillAnswer(HttpResponseBody, frozen=True):
+class BackfillResponse(HttpResponseBody, frozen=True):
     """How many captures wait now for an analysis by `version`."""
 
     version: str
@@ -144,7 +144,7 @@ class TokenBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     days: Annotated[float, Meta(ge=0, le=36_500)] = 0
 
 
-class TokenAnswer(HttpResponseBody, frozen=True):
+class TokenResponse(HttpResponseBody, frozen=True):
     """A new token; nobody can be told `token` again."""
 
     name: str
@@ -152,19 +152,19 @@ class TokenAnswer(HttpResponseBody, frozen=True):
     token: str
 
 
-class TokensAnswer(HttpResponseBody, frozen=True):
+class TokensResponse(HttpResponseBody, frozen=True):
     """All tokens, without what opens anything."""
 
     tokens: list[TokenRecord]
 
 
-class RevokedAnswer(HttpResponseBody, frozen=True):
+class RevokedResponse(HttpResponseBody, frozen=True):
     """A token that opens nothing any more."""
 
     name: str
 
 
-class AuditAnswer(HttpResponseBody, frozen=True):
+class AuditResponse(HttpResponseBody, frozen=True):
     """The last lines of the audit, newest first."""
 
     entries: list[AuditEntry]

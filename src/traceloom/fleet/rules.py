@@ -210,7 +210,7 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
             fnmatchcase(getattr(process, label), pattern) for label, pattern in self.where.items()
         )
 
-    def wanted(self, job: str) -> TraceSpec:
+    def make_spec(self, job: str) -> TraceSpec:
         """Returns the trace that the rule requests for a job."""
         steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
         return TraceSpec(

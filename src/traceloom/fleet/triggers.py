@@ -186,7 +186,7 @@ class FleetCadenceWatch:
         self._rule, self._jobs, self._fired_ns = rule, jobs, fired_ns
         self._first: dict[str, int] = {}  # job -> when it was first seen
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:
+    def check(self, now_ns: int) -> Iterator[Occurrence]:
         """Yields jobs whose time of this day has come."""
         running = self._jobs()
         self._first = {job: self._first.get(job, now_ns) for job in running}
@@ -268,7 +268,7 @@ class UsageWatch:
     def __init__(self, rule: UsageRule, jobs: Callable[[], Jobs], usage: FleetUsage) -> None:
         self._rule, self._jobs, self._usage = rule, jobs, usage
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:
+    def check(self, now_ns: int) -> Iterator[Occurrence]:
         """Yields jobs whose busy share is too low."""
         oldest = now_ns // _MINUTE_NS - self._rule.minutes - 5
         for job in self._jobs():
@@ -325,7 +325,7 @@ class TableEventWatch:
                     Occurrence(labels, f"{_hash_series(change)}#{change['since_ns']}", description)
                 )
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
+    def check(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields occurrences since the last call."""
         firings, self._firings = self._firings, []
         yield from firings
@@ -393,17 +393,17 @@ class FleetTriggerEngine:
     """Evaluates all rules of the fleet. Runs in the event loop of the leading service.
 
     Args:
-        desk: Takes requests, knows the running jobs, and provides the clock.
+        registry: Takes requests, knows the running jobs, and provides the clock.
         tables: Source of findings and regressions.
     """
 
-    def __init__(self, desk: HostRegistry, tables: Tables) -> None:
-        self.desk, self.tables = desk, tables
+    def __init__(self, registry: HostRegistry, tables: Tables) -> None:
+        self.registry, self.tables = registry, tables
         self.text = ""
         self.rules: dict[str, AnyFleetRule] = {}
         self.counts: dict[str, RuleCounts] = {}
         self.ledger = FleetLedger(FleetRules().budget)
-        self.trouble = ""  # why the stored rules cannot be used
+        self.last_error = ""  # why the stored rules cannot be used
         # Rule, or "" for all -> error of its last evaluation.
         self.defects: dict[str, str] = {}
         self._usage = FleetUsage()
@@ -416,8 +416,8 @@ class FleetTriggerEngine:
 
     async def start(self) -> None:
         """Loads the stored rules and charges, and starts."""
-        text = await asyncio.to_thread(self.desk.state.trigger_rules)
-        charges, counts = await asyncio.to_thread(self.desk.state.trigger_documents)
+        text = await asyncio.to_thread(self.registry.state.trigger_rules)
+        charges, counts = await asyncio.to_thread(self.registry.state.trigger_documents)
         self._kept = {
             name: msgspec.json.decode(document, type=RuleCounts)
             for name, document in counts.items()
@@ -425,17 +425,17 @@ class FleetTriggerEngine:
         try:
             self._take(text, FleetRules.of(text))
         except InputError as error:  # somebody changed them in the database
-            self.trouble = str(error)
-        now_ns = self.desk.clock()
+            self.last_error = str(error)
+        now_ns = self.registry.clock()
         self.ledger.add(
             (msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns
         )
         # If the service was killed between a request and its charge, the request still exists.
-        for request in self.desk.requests.values():
+        for request in self.registry.requests.values():
             if request.trigger is not None and request.id not in self.ledger.charges:
                 rates = [
                     process.steps_per_second or 0.0
-                    for process in self._jobs().get(request.wanted.job, ())
+                    for process in self._jobs().get(request.spec.job, ())
                 ]
                 charge = FleetCharge(
                     request=request.id,
@@ -446,7 +446,7 @@ class FleetTriggerEngine:
                     bytes=self.ledger.reserve(1),
                 )
                 self.ledger.add([charge], now_ns)
-        self.desk.on_usage = self._usage.hear
+        self.registry.on_usage = self._usage.hear
         self._running = asyncio.create_task(self._look_for_ever(), name="triggers of the fleet")
 
     async def close(self) -> None:
@@ -462,7 +462,7 @@ class FleetTriggerEngine:
             InputError: `wrong-config`; the previous rules stay active.
         """
         rules = FleetRules.of(text)
-        await asyncio.to_thread(self.desk.state.set_trigger_rules, text)
+        await asyncio.to_thread(self.registry.state.set_trigger_rules, text)
         self._take(text, rules)
 
     def jobs_of(self, rule: FleetRule) -> Jobs:
@@ -479,11 +479,11 @@ class FleetTriggerEngine:
         Args:
             news: New findings and regressions in the tables.
         """
-        now_ns = self.desk.clock()
+        now_ns = self.registry.clock()
         # Measured costs replace the reserved ones of requests that have ended.
         settled = []
         for charge in self.ledger.charges.values():
-            request = self.desk.requests.get(charge.request)
+            request = self.registry.requests.get(charge.request)
             if charge.settled or (request is not None and not request.ended):
                 continue
             if request is not None:  # a forgotten request cannot be settled any better
@@ -509,7 +509,7 @@ class FleetTriggerEngine:
             try:
                 if news is not None and isinstance(watch, TableEventWatch):
                     watch.hear(news)
-                for firing in list(watch.look(now_ns)):
+                for firing in list(watch.check(now_ns)):
                     await self._try(rule, firing, jobs, now_ns)
             except TraceloomError:  # a failure of the state, which the other rules need as well
                 raise
@@ -524,7 +524,7 @@ class FleetTriggerEngine:
     # Private.
 
     def _take(self, text: str, rules: FleetRules) -> None:
-        self.text, self.trouble = text, ""
+        self.text, self.last_error = text, ""
         self.rules = {rule.name: rule for rule in rules.triggers}
         self.counts = {name: self._kept.setdefault(name, RuleCounts()) for name in self.rules}
         self.ledger.budget = rules.budget
@@ -546,7 +546,7 @@ class FleetTriggerEngine:
     def _jobs(self) -> Jobs:
         """Returns the processes of running jobs."""
         jobs: dict[str, list[HostProcess]] = defaultdict(list)
-        for last in self.desk.fresh().values():
+        for last in self.registry.fresh().values():
             for process in last.heartbeat.processes:
                 if process.job:
                     jobs[process.job].append(process)
@@ -600,8 +600,8 @@ class FleetTriggerEngine:
         if not job_processes:
             return TriggerRefusal("no-such-job", "no host of late has processes of it")
         if any(
-            request.wanted.job == job and not request.ended
-            for request in self.desk.requests.values()
+            request.spec.job == job and not request.ended
+            for request in self.registry.requests.values()
         ):
             return TriggerRefusal("traced", "it is being traced already")
         if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
@@ -614,18 +614,18 @@ class FleetTriggerEngine:
         if not rate:
             return TriggerRefusal("no-steps", "no host says how fast it steps")
         spec, choice = (
-            rule.wanted(job),
+            rule.make_spec(job),
             "slowest-and-median" if rule.target == "slowest-and-median" else "",
         )
         cause = TriggerCause(rule=rule.name, target=job, what=firing.what)
-        steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, wanted=spec), rate)
+        steps = self._steps(FleetRequest(id="", who="", asked_ns=now_ns, spec=spec), rate)
         processes = 2 if choice else sum(process.polls for process in job_processes)
         files = max(processes, 1) * len(rule.profilers)
         made_of_day = min(steps_made, math.ceil(rate * 86_400))
         if refusal := self.ledger.refusal(job, steps, made_of_day, files, now_ns):
             return refusal
         try:
-            request = await self.desk.submit(
+            request = await self.registry.submit(
                 spec,
                 f"trigger {rule.name}",
                 "slowest-and-median" if choice else "",
@@ -651,7 +651,7 @@ class FleetTriggerEngine:
         self._changed.add(rule.name)
         await self._write([charge], [])
         await asyncio.to_thread(
-            self.desk.state.note,
+            self.registry.state.note,
             f"trigger {rule.name}",
             "trigger",
             "done",
@@ -664,7 +664,7 @@ class FleetTriggerEngine:
         """Returns the max steps of a request, as far as known in advance; `rate`: of its job, 0 if
         unknown.
         """
-        spec = request.wanted
+        spec = request.spec
         if spec.duration_s is not None:
             return math.ceil(spec.duration_s * rate) + 1
         return max(_STEPS_MARGIN * ((spec.steps or 0) + 1), math.ceil(_SHORTEST_S * rate))
@@ -675,21 +675,21 @@ class FleetTriggerEngine:
             documents = {charge.request: msgspec.json.encode(charge).decode() for charge in charges}
             counts = {name: msgspec.json.encode(self._kept[name]).decode() for name in changed}
             await asyncio.to_thread(
-                self.desk.state.put_trigger_documents, documents, counts, removed
+                self.registry.state.put_trigger_documents, documents, counts, removed
             )
 
     async def _look_for_ever(self) -> None:
         while True:
             try:
-                now_ns, events = self.desk.clock(), None
+                now_ns, events = self.registry.clock(), None
                 if now_ns - self._news_ns >= _TABLE_POLL_NS:
                     self._news_ns = now_ns
                     events = await asyncio.to_thread(
-                        collect_table_events, self.desk.state, self.tables, now_ns
+                        collect_table_events, self.registry.state, self.tables, now_ns
                     )
                     requested_captures = {
                         request.capture
-                        for request in self.desk.requests.values()
+                        for request in self.registry.requests.values()
                         if request.trigger is not None
                     }
                     findings = [

@@ -13,11 +13,13 @@ from traceloom.system.lazy_import import lazy
 if TYPE_CHECKING:
     from traceloom.formats.arguments import arguments as arguments
     from traceloom.formats.kineto import read_kineto as read_kineto
-    from traceloom.formats.loading import Loaded as Loaded
-    from traceloom.formats.loading import ReadProgress as ReadProgress
-    from traceloom.formats.loading import load as load
-    from traceloom.formats.loading import load_inputs as load_inputs
-    from traceloom.formats.loading import load_runs as load_runs
+    from traceloom.formats.loading import (
+        Loaded as Loaded,
+        ReadProgress as ReadProgress,
+        load as load,
+        load_inputs as load_inputs,
+        load_runs as load_runs,
+    )
     from traceloom.trace.cache import Cache as Cache
 
 lazy(

@@ -15,7 +15,7 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_longest_increasing_subsequence, find_nearest_ancestor
 from traceloom.trace.trace import HostTrace, Trace
@@ -373,7 +373,9 @@ def is_op(trace: Trace) -> Bools:
         if events.height
         else np.zeros(0)
     )
-    return events["category"].is_in([cat.OP, cat.ANNOTATION]).to_numpy() & on_host.astype(np.bool_)
+    return events["category"].is_in([vocab.OP, vocab.ANNOTATION]).to_numpy() & on_host.astype(
+        np.bool_
+    )
 
 
 def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[ThreadOps]:

@@ -139,8 +139,7 @@ def read_head(source: InputFile) -> FileHead:
         InputError: It is not a trace.
     """
     # What only lists files, as a remembered report does, loads no columns.
-    from traceloom.formats import kineto_metadata as md
-    from traceloom.formats import text_stream
+    from traceloom.formats import kineto_metadata as md, text_stream
     from traceloom.formats.kineto_document import Document
     from traceloom.formats.kineto_fields import parse_text_times
     from traceloom.formats.resync import DamageLog

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from traceloom.formats import ahead
-from traceloom.formats import kineto_metadata as md
+from traceloom.formats import ahead, kineto_metadata as md
 from traceloom.formats.ahead import decode_with, start_helpers
 from traceloom.formats.detect import refuse_categories
 from traceloom.formats.kineto_columns import (
@@ -49,7 +48,7 @@ from traceloom.formats.links import (
     find_ops,
 )
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
@@ -97,7 +96,7 @@ DEVICE_TYPES = {
 }
 
 _ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
-_IS_OP = np.array([name == cat.OP for name in cat.CATEGORIES])
+_IS_OP = np.array([name == vocab.OP for name in vocab.CATEGORIES])
 
 
 def build_allocation_frame(
@@ -351,10 +350,10 @@ def build_sync_frame(
     ).cast(SCHEMAS["syncs"])
 
 
-_CODES = {name: code for code, name in enumerate(cat.CATEGORIES)}
-_CATEGORY_NAMES = pl.Series(list(cat.CATEGORIES), dtype=CategoryType)
+_CODES = {name: code for code, name in enumerate(vocab.CATEGORIES)}
+_CATEGORY_NAMES = pl.Series(list(vocab.CATEGORIES), dtype=CategoryType)
 _OP, _ANNOTATION, _PYTHON, _OTHER = (
-    _CODES[name] for name in (cat.OP, cat.ANNOTATION, cat.PYTHON, cat.OTHER)
+    _CODES[name] for name in (vocab.OP, vocab.ANNOTATION, vocab.PYTHON, vocab.OTHER)
 )
 _RECORDER_THREAD = re.compile(
     r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$"
@@ -362,7 +361,8 @@ _RECORDER_THREAD = re.compile(
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
 _IS_WORK, _IS_LAUNCH = (
-    np.array([name in names for name in cat.CATEGORIES]) for names in (cat.GPU_WORK, cat.LAUNCHES)
+    np.array([name in names for name in vocab.CATEGORIES])
+    for names in (vocab.GPU_WORK, vocab.LAUNCHES)
 )
 _ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
 _TIMED_TABLES = ("flows", "marks", "counters", "allocations")  # tables with times of their own
@@ -724,10 +724,10 @@ def _collect_notices(
         .select(
             (pl.col("duration_ns") < 0).sum().alias("negative"),
             (pl.col("duration_ns") >= _ABSURD_NS).sum().alias("absurd"),
-            (pl.col("category").is_in(cat.GPU_WORK) & pl.col("launch").is_null())
+            (pl.col("category").is_in(vocab.GPU_WORK) & pl.col("launch").is_null())
             .sum()
             .alias("orphans"),
-            pl.col("category").is_in(cat.GPU_WORK).sum().alias("work"),
+            pl.col("category").is_in(vocab.GPU_WORK).sum().alias("work"),
         )
         .collect()
         .row(0)

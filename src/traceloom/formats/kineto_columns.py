@@ -28,34 +28,33 @@ from traceloom.formats.kineto_fields import (
 )
 from traceloom.formats.resync import PARSE_ERRORS, DamageLog
 from traceloom.formats.text_stream import open_input, read_text_pieces
-from traceloom.trace import mapped_arrays
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import mapped_arrays, vocabulary as vocab
 from traceloom.trace.array_types import Array
 from traceloom.trace.mapped_arrays import BLOCK_POOL, ColumnSpool, iterate_slices
 
 _OPS, _FRAMES, _CALLS, _DEVICE = 1, 2, 4, 8
 _GROUP = {
-    cat.OP: _OPS,
-    cat.ANNOTATION: _OPS,
-    cat.COLLECTIVE: _OPS,
-    cat.OTHER: _OPS,
-    cat.PYTHON: _FRAMES,
-    cat.RUNTIME: _CALLS,
-    cat.DRIVER: _CALLS,
-    cat.KERNEL: _DEVICE,
-    cat.COPY: _DEVICE,
-    cat.FILL: _DEVICE,
-    cat.GPU_ANNOTATION: _DEVICE,
-    cat.SYNC: _DEVICE,
-    cat.GPU_EVENT: _DEVICE,
-    cat.COMMAND: _DEVICE,
+    vocab.OP: _OPS,
+    vocab.ANNOTATION: _OPS,
+    vocab.COLLECTIVE: _OPS,
+    vocab.OTHER: _OPS,
+    vocab.PYTHON: _FRAMES,
+    vocab.RUNTIME: _CALLS,
+    vocab.DRIVER: _CALLS,
+    vocab.KERNEL: _DEVICE,
+    vocab.COPY: _DEVICE,
+    vocab.FILL: _DEVICE,
+    vocab.GPU_ANNOTATION: _DEVICE,
+    vocab.SYNC: _DEVICE,
+    vocab.GPU_EVENT: _DEVICE,
+    vocab.COMMAND: _DEVICE,
 }
-_CODE = {name: code for code, name in enumerate(cat.CATEGORIES)}
-_GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in cat.CATEGORIES], dtype=np.uint8)
-_COPY_CODES = (_CODE[cat.COPY], _CODE[cat.FILL])
-_SYNC_CODES = (_CODE[cat.SYNC], _CODE[cat.GPU_EVENT])
-_KERNEL_CODE = _CODE[cat.KERNEL]
-_COMMAND_CODE = _CODE[cat.COMMAND]
+_CODE = {name: code for code, name in enumerate(vocab.CATEGORIES)}
+_GROUP_OF_CODE = np.array([_GROUP.get(name, 0) for name in vocab.CATEGORIES], dtype=np.uint8)
+_COPY_CODES = (_CODE[vocab.COPY], _CODE[vocab.FILL])
+_SYNC_CODES = (_CODE[vocab.SYNC], _CODE[vocab.GPU_EVENT])
+_KERNEL_CODE = _CODE[vocab.KERNEL]
+_COMMAND_CODE = _CODE[vocab.COMMAND]
 
 _MAX_PENDING_ARRAYS = 64  # pending arrays of slices before they are merged
 _MAX_LISTS = 20_000  # max remembered combinations of lists
@@ -132,7 +131,7 @@ class _CategoryCodes(dict[str | None, int]):
     """Maps category names in the file to known categories."""
 
     def __missing__(self, name: str | None) -> int:
-        code = self[name] = _CODE[cat.FROM_KINETO.get((name or "").lower(), cat.OTHER)]
+        code = self[name] = _CODE[vocab.FROM_KINETO.get((name or "").lower(), vocab.OTHER)]
         return code
 
 
@@ -369,7 +368,7 @@ class Columns:
         ).any():  # work of a command processor is device work, classified by its name
             code = code.copy()
             for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
-                code[row] = _CODE[cat.FROM_COMMAND.get(spans[row].name, cat.KERNEL)]
+                code[row] = _CODE[vocab.FROM_COMMAND.get(spans[row].name, vocab.KERNEL)]
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
@@ -380,7 +379,7 @@ class Columns:
             offset=offsets.astype(np.int64),
             length=np.minimum(lengths, 2**31 - 1).astype(np.int32),
         )
-        for row in np.flatnonzero(code == _CODE[cat.OTHER]).tolist():
+        for row in np.flatnonzero(code == _CODE[vocab.OTHER]).tolist():
             name = spans[row].cat or ""
             self.unknown_categories[name] = self.unknown_categories.get(name, 0) + 1
         args = [span.args or NO_ARGUMENTS for span in spans]

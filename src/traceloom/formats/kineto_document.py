@@ -99,7 +99,7 @@ class Document(TextBuffer):
         taken_over: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._braces = BraceIndex(part.begin)
-        super().__init__(read_chunks(self._braces.look))
+        super().__init__(read_chunks(self._braces.scan))
         self.metadata: dict[str, Any] = {}
         self.found_events = False
         self.began: int | None = None if part.begin else 0

@@ -12,23 +12,23 @@ from numpy.typing import NDArray
 
 from traceloom.formats.kineto_columns import parse_integer
 from traceloom.formats.kineto_fields import NULL
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Ints
 from traceloom.trace.arrays import compute_stable_order, gather_rows
 from traceloom.trace.trace import SCHEMAS
 
 KINDS = ("host", "device", "device_annotation", "device_sync", "other")
-_KIND = dict.fromkeys(cat.HOST_WORK, "host") | {
-    cat.KERNEL: "device",
-    cat.COPY: "device",
-    cat.FILL: "device",
-    cat.COMMAND: "device",
-    cat.GPU_ANNOTATION: "device_annotation",
-    cat.SYNC: "device_sync",
-    cat.GPU_EVENT: "device_sync",
+_KIND = dict.fromkeys(vocab.HOST_WORK, "host") | {
+    vocab.KERNEL: "device",
+    vocab.COPY: "device",
+    vocab.FILL: "device",
+    vocab.COMMAND: "device",
+    vocab.GPU_ANNOTATION: "device_annotation",
+    vocab.SYNC: "device_sync",
+    vocab.GPU_EVENT: "device_sync",
 }
 KIND_OF_CODE = np.array(
-    [KINDS.index(_KIND.get(name, "other")) for name in cat.CATEGORIES], dtype=np.int64
+    [KINDS.index(_KIND.get(name, "other")) for name in vocab.CATEGORIES], dtype=np.int64
 )
 ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
 _IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")

@@ -15,7 +15,7 @@ import polars as pl
 from traceloom.formats.kineto_columns import COLLECTIVE_NUMBERS, COLLECTIVE_RAWS, COLLECTIVE_TEXTS
 from traceloom.formats.kineto_fields import NULL
 from traceloom.formats.kineto_metadata import parse_whole_number
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Bools, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
@@ -44,10 +44,10 @@ _FLOW_KIND = {
     "forward_backward": "forward-backward",
 }
 _BOUND_BY = {
-    **dict.fromkeys((cat.RUNTIME, cat.DRIVER, *cat.GPU_WORK, cat.SYNC, cat.COMMAND), 0),
-    **dict.fromkeys((cat.OP, cat.ANNOTATION), 1),
+    **dict.fromkeys((vocab.RUNTIME, vocab.DRIVER, *vocab.GPU_WORK, vocab.SYNC, vocab.COMMAND), 0),
+    **dict.fromkeys((vocab.OP, vocab.ANNOTATION), 1),
 }
-_BINDS = np.array([_BOUND_BY.get(name, 2) for name in cat.CATEGORIES])
+_BINDS = np.array([_BOUND_BY.get(name, 2) for name in vocab.CATEGORIES])
 _MAX_TIES = 200  # max events with the same start that are examined
 
 

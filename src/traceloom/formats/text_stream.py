@@ -200,7 +200,7 @@ class BraceIndex:
         self._seen = 0
         self._found: deque[Places] = deque()
 
-    def look(self, text: bytes) -> None:
+    def scan(self, text: bytes) -> None:
         """Adds the next part of the text."""
         if self._seen + len(text) > self._begin:
             self._found.append(

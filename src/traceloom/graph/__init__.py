@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING
 from traceloom.system.lazy_import import lazy
 
 if TYPE_CHECKING:
-    from traceloom.graph.calibrate import calibrate as calibrate
-    from traceloom.graph.calibrate import class_delays as class_delays
-    from traceloom.graph.evaluate import ABSENT as ABSENT
-    from traceloom.graph.evaluate import Plan as Plan
+    from traceloom.graph.calibrate import calibrate as calibrate, class_delays as class_delays
+    from traceloom.graph.evaluate import ABSENT as ABSENT, Plan as Plan
     from traceloom.graph.graph import Graph as Graph
-    from traceloom.graph.law import Law as Law
-    from traceloom.graph.law import law as law
-    from traceloom.graph.linking import Linked as Linked
-    from traceloom.graph.linking import link as link
-    from traceloom.graph.linking import link_session as link_session
+    from traceloom.graph.law import Law as Law, law as law
+    from traceloom.graph.linking import Linked as Linked, link as link, link_session as link_session
 
 lazy(
     __name__,

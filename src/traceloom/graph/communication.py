@@ -19,7 +19,7 @@ from traceloom.graph import graph as graph_schema
 from traceloom.graph.device_work import DeviceWork
 from traceloom.graph.graph import GRAPH_SCHEMAS, build_empty_frame
 from traceloom.graph.host_tree import HOST_BACKENDS, HostTree, match_names
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import build_event_column, find_nearest_ancestor
 from traceloom.trace.frames import cast_to_schema
@@ -111,7 +111,7 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
     is_communication = (
-        match_names(names, _build_kernel_pattern()) & (category == cat.KERNEL).to_numpy()
+        match_names(names, _build_kernel_pattern()) & (category == vocab.KERNEL).to_numpy()
     )
     selected = np.flatnonzero(is_communication)
     # Outermost calls of back ends that communicate from the host, without GPU work of their own.

@@ -11,7 +11,7 @@ from msgspec import Struct
 from traceloom.graph.device_work import DeviceWork
 from traceloom.graph.edges import Edges
 from traceloom.graph.host_tree import HostTree, Segments
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import Trace
@@ -209,7 +209,7 @@ def forward_backward_edges(
     """
     columns = trace.events[["process", "sequence", "forward_thread", "category", "lane"]]
     numbered = columns.hstack([pl.Series("position", tree.position)]).filter(
-        (pl.col("sequence") >= 0) & (pl.col("category") == cat.OP) & (pl.col("position") >= 0)
+        (pl.col("sequence") >= 0) & (pl.col("category") == vocab.OP) & (pl.col("position") >= 0)
     )
     is_forward, is_backward = (
         pl.col("forward_thread").fill_null(0) == 0,

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from msgspec import Struct
-from msgspec import field as msgspec_field
+from msgspec import Struct, field as msgspec_field
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Bools, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
@@ -74,7 +74,7 @@ def match_names(names: pl.Series, pattern: str) -> Bools:
     return matches
 
 
-_NODE_CATEGORIES = (cat.OP, cat.ANNOTATION, cat.RUNTIME, cat.DRIVER, cat.COLLECTIVE)
+_NODE_CATEGORIES = (vocab.OP, vocab.ANNOTATION, vocab.RUNTIME, vocab.DRIVER, vocab.COLLECTIVE)
 _MIN_POLLING_SHARE = 0.5  # share of a thread's calls; such a thread holds nothing else
 
 
@@ -141,13 +141,13 @@ def build_host_tree(trace: Trace) -> HostTree:
         extract_column(events, "parent", NO_ROW, large=False),
     )
     lane_of = events["lane"].to_numpy().astype(np.int64)
-    call = np.isin(cat.CATEGORIES, (cat.RUNTIME, cat.DRIVER))[category]
+    call = np.isin(vocab.CATEGORIES, (vocab.RUNTIME, vocab.DRIVER))[category]
     retained = (
-        np.isin(cat.CATEGORIES, _NODE_CATEGORIES)[category]
+        np.isin(vocab.CATEGORIES, _NODE_CATEGORIES)[category]
         & (trace.lanes["kind"] == "host").to_numpy()[lane_of]
     )
     # For each driver call the nearest call around it.
-    driver = np.flatnonzero(category == cat.CATEGORIES.index(cat.DRIVER))
+    driver = np.flatnonzero(category == vocab.CATEGORIES.index(vocab.DRIVER))
     ancestor = parent[driver]
     todo = np.flatnonzero(ancestor >= 0)
     while (todo := todo[~call[ancestor[todo]]]).size:  # one iteration per level of nesting
@@ -159,8 +159,8 @@ def build_host_tree(trace: Trace) -> HostTree:
     outer = np.where(enclosing >= 0, enclosing, outer)
     retained &= outer < 0
     polls = _find_polling_lanes(trace, retained, call)
-    left_out = retained & polls[lane_of]
-    retained &= ~left_out
+    omitted = retained & polls[lane_of]
+    retained &= ~omitted
     row = np.flatnonzero(retained)
     row = row[np.argsort(lane_of[row], kind="stable")]
     position = np.full(events.height, -1, dtype=np.int64)
@@ -190,8 +190,8 @@ def build_host_tree(trace: Trace) -> HostTree:
         name=name,
         words=distinct_names,
         word=word,
-        polling=int(left_out.sum()),
-        polling_ns=int(durations[left_out].sum()),
+        polling=int(omitted.sum()),
+        polling_ns=int(durations[omitted].sum()),
     )
 
 
@@ -203,7 +203,7 @@ def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> In
     outer = np.full(parent.size, -1, dtype=np.int64)
     is_communication = (
         match_names(trace.events["name"], HOST_BACKENDS)
-        & (trace.events["category"] != cat.PYTHON).to_numpy()
+        & (trace.events["category"] != vocab.PYTHON).to_numpy()
     )
     if not is_communication.any():
         return outer

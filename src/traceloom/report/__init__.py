@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 from traceloom.system.lazy_import import lazy
 
 if TYPE_CHECKING:
-    from traceloom.report.document import SORT_KEYS as SORT_KEYS
-    from traceloom.report.document import ReportOptions as ReportOptions
-    from traceloom.report.run import build as build
-    from traceloom.report.run import build_runs as build_runs
-    from traceloom.report.run import selected as selected
+    from traceloom.report.document import SORT_KEYS as SORT_KEYS, ReportOptions as ReportOptions
+    from traceloom.report.run import build as build, build_runs as build_runs, selected as selected
 
 lazy(
     __name__,

@@ -48,13 +48,13 @@ class SelectedLanes:
         of: Number of ranks.
         lanes: Rows of the graph's lanes in display order: lane, rank, kind, name, with the columns
             `title`.
-        left_out: Lanes of these ranks with work that are not shown.
+        omitted: Lanes of these ranks with work that are not shown.
     """
 
     ranks: dict[int, str]
     of: int
     lanes: pl.DataFrame
-    left_out: int
+    omitted: int
 
     def sentence(self) -> str:
         """Describes the choice; empty where everything is drawn."""
@@ -62,15 +62,13 @@ class SelectedLanes:
         if len(self.ranks) < self.of:
             rank_list = "; ".join(f"rank {rank} ({reason})" for rank, reason in self.ranks.items())
             sentences.append(f"Of {self.of} ranks these are drawn: {rank_list}.")
-        if self.left_out:
+        if self.omitted:
             omitted = (
-                "thread or stream that does"
-                if self.left_out == 1
-                else "threads and streams that do"
+                "thread or stream that does" if self.omitted == 1 else "threads and streams that do"
             )
             sentences.append(
                 f"Of each rank {_HOST_LANES} threads and {_DEVICE_LANES} streams are drawn: first those that "
-                f"communicate or decide how long it takes, then the busiest; {self.left_out} {omitted} less are not."
+                f"communicate or decide how long it takes, then the busiest; {self.omitted} {omitted} less are not."
             )
         return " ".join(sentences)
 
@@ -314,12 +312,12 @@ class BeforeAfterTimeline:
     Attributes:
         payload: Base64 text, see `traceloom.report.views.page_table`.
         shown: Number of pieces, before and after counted once.
-        said: Describes what is drawn and what is not.
+        description: Describes what is drawn and what is not.
     """
 
     payload: str
     shown: int
-    said: str
+    description: str
 
 
 def build(
@@ -392,7 +390,9 @@ def pack_timelines(
                 "steps": [],
                 "memory": [],
                 "curves": [],
-                "said": f"{reason[0].upper()}{reason[1:]}: {durations}" if reason else durations,
+                "description": f"{reason[0].upper()}{reason[1:]}: {durations}"
+                if reason
+                else durations,
             }
         )
     before, after = (

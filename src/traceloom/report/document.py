@@ -186,7 +186,7 @@ class UnknownValues:
         self._known = {**UNKNOWN_REASONS, **(extra_reasons or {})}
         self._reasons: dict[str, str] = {}
 
-    def say(self, path: str, reason: str | None = None) -> None:
+    def explain(self, path: str, reason: str | None = None) -> None:
         """Explains the unknown or empty value at `path`: by `reason`, else by the declared reason
         of the path or its column.
         """
@@ -208,19 +208,19 @@ class UnknownValues:
         frame = frame.with_columns(pl.col(times) - self.epoch_ns) if times else frame
         for name in frame.columns:
             if frame[name].null_count():
-                self.say(f"{path}[*].{name}")
+                self.explain(f"{path}[*].{name}")
         return to_rows(frame)
 
     def convert_list(self, frame: pl.DataFrame, path: str) -> list[Any]:
         """As `rows`, for a list that is itself explained where it is empty."""
         if not frame.height:
-            self.say(path)
+            self.explain(path)
         return self.rows(frame, path)
 
     def value(self, value: Any, path: str) -> Any:
         """Returns a single value; explained where it is null."""
         if value is None:
-            self.say(path)
+            self.explain(path)
         return value
 
     def to_list(self) -> list[AbsentRow]:

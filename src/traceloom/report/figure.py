@@ -368,10 +368,10 @@ def draw_roofline(operators: Sequence[RooflineOperatorsRow]) -> str:
     lines, names = _draw_roofs(plane, roofs)
     circles = "".join(_draw_circle(plane, point, visible[0].total_ns) for point in visible)
     caption = f"{units.format_count(len(visible))} operators: achieved FLOP/s over FLOPs per byte of memory traffic"
-    left_out = len(_group_operators(operators)) - len(visible)
+    omitted = len(_group_operators(operators)) - len(visible)
     omitted_note = (
-        f"; {units.format_count(left_out)} that only move data, or take least time, are not drawn"
-        if left_out
+        f"; {units.format_count(omitted)} that only move data, or take least time, are not drawn"
+        if omitted
         else ""
     )
     hint = (
@@ -573,9 +573,9 @@ def draw_scatter(ops: Sequence[ReplayOpsRow], *, gpu_times: bool = False) -> str
             f"<title>{escape(label)}</title></circle>"
         )
     caption = f"{units.format_quantity(len(visible), 'op')} by name and shapes: what a call took when replayed, over what it took"
-    left_out = len(timed_points) - len(visible)
+    omitted = len(timed_points) - len(visible)
     omitted_note = (
-        f"; {units.format_count(left_out)} that took least are not drawn" if left_out else ""
+        f"; {units.format_count(omitted)} that took least are not drawn" if omitted else ""
     )
     hint = "The larger a point, the more recorded time; on the line both took as long."
     return (

@@ -88,7 +88,7 @@ def start_findings(
         def received(absent: UnknownValues) -> Findings:
             for answer in worker.answers():
                 for reason in answer["absent"]:
-                    absent.say(reason["path"], reason["reason"])
+                    absent.explain(reason["path"], reason["reason"])
                 return answer["findings"], answer["ground"]
             return build_locally(absent)
 
@@ -162,9 +162,9 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
             for key in ("file", "line", "inside", "inside_ns", "rank"):
                 absent.value(frame[key], f"findings[*].frames[*].{key}")
         if not row["frames"]:
-            absent.say("findings[*].frames", None if context.stacks else _NO_FRAMES_REASON)
+            absent.explain("findings[*].frames", None if context.stacks else _NO_FRAMES_REASON)
     if not rows:
-        absent.say("findings")
+        absent.explain("findings")
     # describe the base of the savings
     law = context.law
     length = format_duration(context.step_ns)
@@ -200,6 +200,6 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
 
 
 def _skip_findings(reason: str, absent: UnknownValues) -> tuple[list[FindingRow], None]:
-    absent.say("findings", reason)
-    absent.say("findings_ground", reason)
+    absent.explain("findings", reason)
+    absent.explain("findings_ground", reason)
     return [], None

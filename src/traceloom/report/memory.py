@@ -26,17 +26,20 @@ from traceloom.analyze.memory_blocks import (
     Blocks,
     choose_instants,
     compute_levels,
+    count_by_lifetime as memory_blocks_lifetimes,
     select_largest_keys,
 )
-from traceloom.analyze.memory_blocks import count_by_lifetime as memory_blocks_lifetimes
-from traceloom.analyze.memory_owners import BEFORE_RECORDING_LABEL, OWNER_LABELS, summarize_blocks
-from traceloom.analyze.memory_owners import CATEGORIES_BEFORE as OF_BEFORE
+from traceloom.analyze.memory_owners import (
+    BEFORE_RECORDING_LABEL,
+    CATEGORIES_BEFORE as OF_BEFORE,
+    OWNER_LABELS,
+    summarize_blocks,
+)
 from traceloom.errors import UsageError
 from traceloom.formats.memory_files import parse_integer
 from traceloom.report import memory_sources
 from traceloom.report.document import Col, Table, UnknownValues
-from traceloom.report.labels import format_memory_name as labels_allocator
-from traceloom.report.labels import format_rank_name
+from traceloom.report.labels import format_memory_name as labels_allocator, format_rank_name
 from traceloom.report.memory_sources import (
     MemoryOptions,
     MemorySources,
@@ -408,7 +411,7 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
     )
     for name, rows in (("ranks", ranks), ("out_of_memory", out_of_memory_rows)):
         if not rows:
-            absent.say(name)
+            absent.explain(name)
     peaks_of_kind: dict[str, list[int]] = {}
     for entry in ranks:
         for memory in entry["memories"]:
@@ -555,7 +558,7 @@ def build_rank_entry(
         "lifetimes": absent.rows(memory_blocks_lifetimes(blocks), "ranks[*].lifetimes"),
     }
     if (reason := explain_unknown_growth(entry)) is not None:
-        absent.say(
+        absent.explain(
             "memories[*].growth", f"what grows from step to step cannot be determined: {reason}"
         )
     return entry, allocations.notices

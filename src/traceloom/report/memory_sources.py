@@ -326,7 +326,7 @@ def build_timeline_row(
         UsageError: slug `bad-instant`, for an instant that requires a run with steps.
     """
     for path in _TIMELINE_UNKNOWN_PATHS:
-        unknowns.say(path, _TIMELINE_UNKNOWN_REASON)
+        unknowns.explain(path, _TIMELINE_UNKNOWN_REASON)
     total = timeline.levels.sum(axis=0)
     times = timeline.time_ns - unknowns.epoch_ns
     if not total.size or instant == "peak":

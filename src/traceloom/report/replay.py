@@ -559,7 +559,11 @@ def _render_sections(
             picture,
         )
     if view is not None:
-        note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
+        note = (
+            f'<p class="quiet">{render_inline_code(view.description)}</p>'
+            if view.description
+            else ""
+        )
         yield (
             "timeline",
             "Timelines",

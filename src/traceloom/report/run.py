@@ -89,11 +89,11 @@ class SectionErrors:
         """Whether a section has failed."""
         return key in self._found
 
-    def say(self, key: str, absent: UnknownValues, *paths: str) -> None:
+    def explain(self, key: str, absent: UnknownValues, *paths: str) -> None:
         """Explains why a section is missing: under its key, or under the given paths."""
         error = self._found[key]
         for path in paths or (key,):
-            absent.say(path, f"{FAILED_REASON}: {type(error).__name__}: {error}")
+            absent.explain(path, f"{FAILED_REASON}: {type(error).__name__}: {error}")
 
     def notices(self) -> tuple[Notice, ...]:
         """Returns one notice per failed section."""
@@ -162,7 +162,7 @@ def build(
         sections: dict[str, Any] = {}
         for key in EXTRA_KEYS:
             if key not in results:
-                absent.say(key, NOT_REQUESTED_REASON)
+                absent.explain(key, NOT_REQUESTED_REASON)
                 sections[key] = None
                 continue
             build_one = partial(
@@ -170,7 +170,7 @@ def build(
             )
             sections[key] = faults.guard(key, build_one)
             if faults.failed(key):
-                faults.say(key, absent)
+                faults.explain(key, absent)
         findings, context = faults.guard(FINDINGS, partial(findings_of, absent)) or ([], None)
     core_study = Measurements(complete_session, part, options, ranks)
     core_values = {
@@ -179,12 +179,12 @@ def build(
         if not section.shows_only
     }
     if faults.failed(FINDINGS):
-        faults.say(FINDINGS, absent, "findings", "findings_ground")
+        faults.explain(FINDINGS, absent, "findings", "findings_ground")
     rank_notices = tuple(n.of_rank(m.trace.rank) for m in ranks for n in m.notices)
     notices = complete_session.all_notices() + rank_notices + faults.notices()
     answer = analyze.answer(part, [m.facts for m in ranks])
     if answer.step_ns is None:
-        absent.say("answer.step_ns")
+        absent.explain("answer.step_ns")
     return {
         **_build_head(session.name, part.epoch_ns),
         "answer": {
@@ -313,7 +313,7 @@ def _build_notice_rows(notices: tuple[Notice, ...], absent: UnknownValues) -> li
     # Readers and analyses may add the same notice; it is listed once per rank and place.
     distinct = tuple({(n.slug, n.rank, n.where, n.message): n for n in notices}.values())
     if any(notice.rank is None for notice in distinct):
-        absent.say("notices[*].rank")
+        absent.explain("notices[*].rank")
     return [
         {**notice.to_dict(), "affects": list_affected(notice.slug)}
         for notice in sort_by_severity(distinct)
@@ -342,7 +342,7 @@ def build_rank_entry(
             "idle": absent.rows(gpu_account.idle, "ranks[*].gpu_account.idle"),
         }
     else:
-        absent.say("ranks[*].gpu_account")
+        absent.explain("ranks[*].gpu_account")
     in_steps = _split_by_step(
         gpu.steps.filter(pl.col("step").is_not_null()), measured.idle.causes, absent
     )
@@ -363,7 +363,7 @@ def build_rank_entry(
             "evidence": absent.value(times.evidence, "ranks[*].step_times.evidence"),
         }
     else:
-        absent.say("ranks[*].step_times")
+        absent.explain("ranks[*].step_times")
     return {
         "rank": absent.value(meta.rank, "ranks[*].rank"),
         "process_number": process,

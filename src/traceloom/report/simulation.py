@@ -274,7 +274,11 @@ def _render_sections(
             '<p class="quiet absent">Timeline: there is none of this mode.</p>',
         )
     else:
-        note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
+        note = (
+            f'<p class="quiet">{render_inline_code(view.description)}</p>'
+            if view.description
+            else ""
+        )
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + read_asset("timeline.html")
     ranks = render_html_table(
         "ranks-table", _RANK_COLUMNS, document["ranks"], {}, "Ranks", full_command="-o ranks.csv"

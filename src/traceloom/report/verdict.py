@@ -20,8 +20,11 @@ from traceloom.report.comparison import render_sides, render_table_section
 from traceloom.report.document import Col, ReportOptions, Table
 from traceloom.report.figure import escape_html
 from traceloom.report.views import terminal
-from traceloom.report.views.markdown import escape_markdown as markdown_text
-from traceloom.report.views.markdown import format_code_span, render_markdown_table
+from traceloom.report.views.markdown import (
+    escape_markdown as markdown_text,
+    format_code_span,
+    render_markdown_table,
+)
 from traceloom.report.views.page import list_sections, render_page
 from traceloom.report.views.terminal import render_declared_table
 from traceloom.report.views.terminal_table import render_paragraph

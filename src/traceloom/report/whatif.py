@@ -14,8 +14,7 @@ from traceloom.changes.whatif import Sweep, WhatIf
 from traceloom.graph.law import Law
 from traceloom.report.before_after import BeforeAfterTimeline
 from traceloom.report.document import Col
-from traceloom.report.figure import escape_html as figure_text
-from traceloom.report.figure import render_inline_code
+from traceloom.report.figure import escape_html as figure_text, render_inline_code
 from traceloom.report.labels import fit_name, format_rank
 from traceloom.report.views import read_asset
 from traceloom.report.views.markdown import escape_markdown, format_code_span
@@ -354,7 +353,11 @@ def _render_sections(
         )
         yield "timeline", "Timeline", "", missing
     else:
-        note = f'<p class="quiet">{render_inline_code(view.said)}</p>' if view.said else ""
+        note = (
+            f'<p class="quiet">{render_inline_code(view.description)}</p>'
+            if view.description
+            else ""
+        )
         yield "timeline", "Timeline", _ABOUT_TIMELINE, note + read_asset("timeline.html")
     if len(document["ranks"]) > 1:
         columns = (Col("rank", "Rank", "count"), *_TIMES, _SAVED)

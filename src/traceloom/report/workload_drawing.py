@@ -67,12 +67,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Boxes and links; `left_out` describes what is not shown, and is empty where everything is."""
+    """Boxes and links; `omitted` describes what is not shown, and is empty where everything is."""
 
     title: str
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
-    left_out: str = ""
+    omitted: str = ""
 
 
 def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
@@ -159,8 +159,8 @@ def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
     )
     links = tuple(Link(*row) for row in counted.iter_rows())
     hidden = int(groups.filter(~is_own_box).height)
-    left_out = f"{hidden} names with the least time share a box per kind" if hidden else ""
-    return Picture("All nodes, by kind and name", boxes, links, left_out)
+    omitted = f"{hidden} names with the least time share a box per kind" if hidden else ""
+    return Picture("All nodes, by kind and name", boxes, links, omitted)
 
 
 def build_neighbourhood(
@@ -208,13 +208,13 @@ def build_neighbourhood(
         Link(number_of[int(source[k])], number_of[int(target[k])], network.edges["kind"][int(k)], 1)
         for k in inner_edges
     )
-    left_out = f"{cut} more nodes are as near" if cut else ""
+    omitted = f"{cut} more nodes are as near" if cut else ""
     node = network.nodes.row(row, named=True)
     return Picture(
         f"Node {node['id']} and what is up to {depth} dependencies away",
         tuple(boxes),
         links,
-        left_out,
+        omitted,
     )
 
 
@@ -268,12 +268,12 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
             else []
         ),
     ]
-    omissions = [picture.left_out] if picture.left_out else []
+    omissions = [picture.omitted] if picture.omitted else []
     if (omitted_count := len(picture.links) - _MAX_LINKS) > 0:
         omissions.append(
             f"{units.format_count(omitted_count)} lines of the fewest dependencies are not drawn"
         )
-    visible = Picture(picture.title, picture.boxes, picture.links[:_MAX_LINKS], picture.left_out)
+    visible = Picture(picture.title, picture.boxes, picture.links[:_MAX_LINKS], picture.omitted)
     layout = arrange(visible)
     max_count = max((link.count for link in visible.links), default=1)
     lines = ""
@@ -315,7 +315,7 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
             f'<li><span class="swatch b-{group}"></span>{escape_html(", ".join(names))}</li>'
             for group, names in kinds.items()
         ),
-        left_out=escape_html(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
+        omitted=escape_html(f"Not shown: {'; '.join(omissions)}." if omissions else ""),
         rows="".join(_render_row(number, box) for number, box in enumerate(picture.boxes)),
         version=escape_html(__version__),
     )

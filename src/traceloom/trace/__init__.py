@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from traceloom.trace.frames import Result as Result
     from traceloom.trace.notice import Notice as Notice
     from traceloom.trace.session import Session as Session
-    from traceloom.trace.trace import Meta as Meta
-    from traceloom.trace.trace import Trace as Trace
+    from traceloom.trace.trace import Meta as Meta, Trace as Trace
 
 lazy(
     __name__,

@@ -23,14 +23,19 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
-from functools import cache as once
+from functools import cache, cache as once, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from traceloom.errors import InputError, OutputError
-from traceloom.system.files import MAX_CACHE_BYTES as FILES_CAP_BYTES
-from traceloom.system.files import discard, evict, find_cache_directory, open_regular, write
+from traceloom.system.files import (
+    MAX_CACHE_BYTES as FILES_CAP_BYTES,
+    discard,
+    evict,
+    find_cache_directory,
+    open_regular,
+    write,
+)
 from traceloom.system.process import clean_up_on_exit
 
 T = TypeVar("T")

@@ -18,8 +18,7 @@ import pytest
 from traceloom.report import ReportOptions, build_runs
 from traceloom.report.sections import load_extra_sections
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.terminal import render as terminal
-from traceloom.report.views.terminal import show
+from traceloom.report.views.terminal import render as terminal, show
 
 HERE = Path(__file__).parent
 SCHEMA = HERE.parents[2] / "docs" / "reference" / "report.schema.json"

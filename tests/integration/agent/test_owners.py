@@ -253,13 +253,13 @@ def test_pods_and_mapped_jobs_through_a_running_agent(tmp_path: Path) -> None:
         assert until(lambda: owner(78))["devices"] == [devices["1"]]
         assert (owner(77)["job"], owner(77)["pod"]) == (f"pod-{POD_UID}", "")
 
-        def trouble() -> str:
+        def list_problems() -> str:
             states = {state["name"]: state for state in client.get("status")["collectors"]}
-            assert not states["processes"]["trouble"]
-            assert not states["job-mapping"]["trouble"]
-            return str(states["kubelet"]["trouble"])
+            assert not states["processes"]["last_error"]
+            assert not states["job-mapping"]["last_error"]
+            return str(states["kubelet"]["last_error"])
 
-        assert "deadline_exceeded" in until(trouble)
+        assert "deadline_exceeded" in until(list_problems)
         (check,) = (check for check in client.get("doctor")["checks"] if check["name"] == "kubelet")
         assert (check["works"], "did not answer" in check["why"]) == ("no", True)
         until(
@@ -277,4 +277,4 @@ def test_pods_and_mapped_jobs_through_a_running_agent(tmp_path: Path) -> None:
         until(lambda: owner(77)["pod"])
         names = ("namespace", "pod", "container", "devices", "rank")
         assert [owner(77)[name] for name in names] == ["ml", "bert-0", "train", [devices["0"]], 0]
-        assert not trouble()
+        assert not list_problems()

@@ -304,7 +304,7 @@ def test_requests_for_a_process_take_turns_and_are_counted_and_logged(
     def logged() -> list[dict[str, Any]] | None:
         lines = (agent.directory / "audit.jsonl").read_text(encoding="utf-8").splitlines()
         entries = [entry for entry in map(json.loads, lines) if entry["what"] == "/api/v1/requests"]
-        entries = [entry for entry in entries if process.pid in entry["wanted"]["pids"]]
+        entries = [entry for entry in entries if process.pid in entry["spec"]["pids"]]
         return entries if len(entries) == MOST_REQUESTS + 1 else None
 
     entries = until(logged)

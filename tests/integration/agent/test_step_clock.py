@@ -161,7 +161,7 @@ def test_steps_and_waits_are_those_that_the_program_measures(
     job.run(3)
     steps.collect()
     assert sum(steps.taken[0].buckets) == 3
-    assert steps.trouble() == []
+    assert steps.list_problems() == []
 
 
 def test_of_two_optimizers_the_first_counts_and_profiler_steps_come_before_both(
@@ -244,7 +244,7 @@ def test_calls_that_there_is_no_room_for_are_counted(
     ]
     assert after - before >= 4
     assert re.fullmatch(
-        r"\d+ steps were not counted: too many processes have some", steps.trouble()[0]
+        r"\d+ steps were not counted: too many processes have some", steps.list_problems()[0]
     )
 
 

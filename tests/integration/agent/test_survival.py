@@ -101,7 +101,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
                 _fill(file)
             until(lambda: agent.client.get("status")["history"]["lost_ticks"])
-            assert agent.client.get("status")["history_trouble"]
+            assert agent.client.get("status")["history_error"]
             _goes_on(agent)
             agent.client.post("counters/pause", {"seconds": 1})
             checks = until(
@@ -117,7 +117,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         ballast.unlink()
         again = Running(tmp_path, disk=disk)
         try:
-            assert again.client.get("status")["history_trouble"] == ""
+            assert again.client.get("status")["history_error"] == ""
             series = again.client.get("query", metric="gpu_power_watts", since="1h")["series"]
             assert series[0]["times_ns"][0] < before_ns
         finally:

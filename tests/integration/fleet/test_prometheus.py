@@ -51,7 +51,7 @@ def scraped(
         hosts[0].beat(
             [UsageRow(minute=minute + 60, device="GPU-0", state="busy", device_ms=1)]
         )  # has not been
-        service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})
+        service.ask("POST", "/api/v1/requests", body={"spec": {"job": "job", "steps": 2}})
         viewer = service.client().post("tokens", {"name": "prometheus", "role": "viewer"})["token"]
         (folder / "viewer").write_text(viewer, encoding="ascii")
         configuration = {

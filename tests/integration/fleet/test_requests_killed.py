@@ -23,7 +23,7 @@ from support.waiting import until  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "interrupted_service.py")
-WANTED = {"wanted": {"job": "job", "steps": 2}}
+WANTED = {"spec": {"job": "job", "steps": 2}}
 ENDED = {"done", "partial", "failed", "cancelled"}
 STATES = ("announced", "armed", "running", "collecting", "stitching", "analysing", "done")
 QUICK = {("stitching", "before")}

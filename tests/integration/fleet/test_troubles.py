@@ -172,7 +172,7 @@ def test_a_full_disk_takes_nothing_says_so_and_goes_on_with_room(
         token = service.client().post("agents", {"host": "node1"})["token"]
         host = SimulatedHost([service.url], "node1", token, [ranked_process(0, "job")], tmp_path)
         host.beat()
-        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[
+        name = service.ask("POST", "/api/v1/requests", body={"spec": {"job": "job", "steps": 2}})[
             1
         ]["id"]
         host.report(name, "armed")
@@ -228,7 +228,7 @@ def test_hosts_that_lie_harm_nobody_and_are_named(tmp_path: Path) -> None:
         with pytest.raises(ServiceError) as error:  # in the name of another host
             liar.ask(lambda client: client.get("agents/node0/work?wait=0", object))
         assert error.value.slug == "unknown-host"
-        name = service.ask("POST", "/api/v1/requests", body={"wanted": {"job": "job", "steps": 2}})[
+        name = service.ask("POST", "/api/v1/requests", body={"spec": {"job": "job", "steps": 2}})[
             1
         ]["id"]
         for host in hosts:

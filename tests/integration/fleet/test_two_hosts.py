@@ -22,7 +22,7 @@ from support.small_example import ENDLESS, PACED
 from support.two_hosts import check_trace_of_both
 from support.waiting import until
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
-from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkAnswer
+from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkResponse
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import TraceloomError
 from traceloom.server.client import AgentClient
@@ -237,5 +237,5 @@ def test_who_does_not_belong_is_refused(fleet: Service, request: pytest.FixtureR
         stranger.post("agents/enrol", Enrolment(token=token, host="node1"), HostCredentials)
     assert error.value.slug == "host-exists"
     with pytest.raises(ServiceError) as error:
-        stranger.get("agents/node1/work?wait=0", WorkAnswer)
+        stranger.get("agents/node1/work?wait=0", WorkResponse)
     assert error.value.slug == "unknown-host"

@@ -23,11 +23,11 @@ from traceloom.agent.fleet_link.client import ServiceClient, ServiceError  # noq
 from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostProcess,
     HostReport,
-    ReportAnswer,
+    ReportResponse,
     UsageRow,
 )
 from traceloom.fleet.store.tables import Tables  # noqa: E402
@@ -36,11 +36,11 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "autoprofile.md
 # The loop of the page, until its trace is asked for.
 LOOP = """
 import sys, time
-batches = iter(lambda: bool(profile.request or profile.trouble), True)
+batches = iter(lambda: bool(profile.request or profile.last_error), True)
 def train(_batch):
     time.sleep(0.02)
 {example}
-print(profile.request, profile.trouble)
+print(profile.request, profile.last_error)
 """
 
 
@@ -77,11 +77,11 @@ class JobHost:
             processes=self.processes,
             usage=list(usage),
         )
-        self.client.post("agents/node1/heartbeat", beat, HeartbeatAnswer)
+        self.client.post("agents/node1/heartbeat", beat, HeartbeatResponse)
 
     def fail(self, request: str) -> None:
         report = HostReport(state="failed", reason="quota", detail="the disk is full")
-        self.client.post(f"agents/node1/requests/{request}", report, ReportAnswer)
+        self.client.post(f"agents/node1/requests/{request}", report, ReportResponse)
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +138,12 @@ def test_ranks_of_a_loop_ask_for_one_trace_and_say_what_the_job_is(
     requests = [
         request
         for request in service.client().get("requests")["requests"]
-        if request["wanted"]["job"] == "train"
+        if request["spec"]["job"] == "train"
     ]
     assert [[f"{request['id']} \n" for request in requests]] * 2 == [[out] for out, _ in asked], (
         asked
     )
-    assert (requests[0]["who"], requests[0]["wanted"]["steps"]) == (
+    assert (requests[0]["who"], requests[0]["spec"]["steps"]) == (
         f"local@{socket.gethostname()}",
         3,
     )

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from support.strategies import builders
 from traceloom.report import ReportOptions, build, selected
@@ -48,7 +47,7 @@ def test_every_view_of_a_random_trace_holds_its_laws(
 
 @pytest.mark.thorough
 @QUICKLY
-@given(builder=builders(most_events=20), data=st.data())
+@given(builder=builders(max_events=20), data=st.data())
 def test_a_random_step_is_the_same_alone_and_in_the_whole(
     builder: Any, data: st.DataObject, check_document: Check
 ) -> None:

@@ -64,8 +64,8 @@ def _delays(graph: Graph, change: Change, absent_ns: int, without: Collection[st
     if SYNC in change.without:
         # All but the last synchronisation of each rank, which ends the job.
         calls = graph.nodes.filter(pl.col("name").str.contains(_SYNCHRONISE)).sort("start_ns")
-        left_out = calls.filter(pl.col("node") != pl.col("node").last().over("rank"))["node"]
-        removed |= (kind == "synchronize") & pl.col("target").is_in(left_out.implode())
+        omitted = calls.filter(pl.col("node") != pl.col("node").last().over("rank"))["node"]
+        removed |= (kind == "synchronize") & pl.col("target").is_in(omitted.implode())
     delays = graph.edges.select(pl.when(removed).then(absent_ns).otherwise(delay).alias("delay"))
     delay_ns: Ints = delays["delay"].to_numpy()
     return delay_ns

@@ -8,8 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from support.jobs import Fault, Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
-from support.jobs import program as do
+from support.jobs import (
+    Fault,
+    Job,
+    ParallelRecipe,
+    Recipe,
+    Run,
+    parallel_job,
+    program as do,
+    training_job,
+)
 from support.jobs.faults import LateHost, SlowRank
 from support.jobs.planted import Instructions, edited
 from support.jobs.simulation import Change

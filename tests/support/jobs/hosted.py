@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from support.jobs import Job
-from support.jobs import program as do
+from support.jobs import Job, program as do
 
 _BACK_ENDS = 2  # threads of the back end
 _WAKE = 25_000  # from a hand-over until the other thread goes on

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from support.jobs import Job, ParallelRecipe, Recipe, Run, parallel_job, training_job
-from support.jobs import program as do
+from support.jobs import Job, ParallelRecipe, Recipe, Run, parallel_job, program as do, training_job
 from support.jobs.faults import (
     ExtraSync,
     Fault,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from support.jobs import kernel_names
-from support.jobs import program as do
+from support.jobs import kernel_names, program as do
 from support.jobs.chance import Shared
 from support.jobs.faults import TokenImbalance
 from support.jobs.layout import DATA, EXPERT, PIPELINE, TENSOR

@@ -51,7 +51,7 @@ def main() -> None:
             "processes": msgspec.to_builtins(collector.device_processes),
             "events": [(event.device, event.kind, event.code) for event in collector.events],
             "capabilities": collector.capabilities(),
-            "trouble": collector.trouble(),
+            "last_error": collector.list_problems(),
             "streaming": [
                 state.read_text(encoding="utf-8") if state.exists() else "" for state in states
             ],

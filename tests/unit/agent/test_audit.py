@@ -51,10 +51,10 @@ def test_a_disk_that_refuses_is_counted(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "file" / "audit.jsonl")
     log.write("uid 1", "pause", "done")
     assert log.lost == 1
-    assert "file exists" in log.trouble
+    assert "file exists" in log.last_error
     (tmp_path / "file").unlink()
     log.write("uid 1", "pause", "done")
-    assert (log.lost, log.trouble) == (1, "")
+    assert (log.lost, log.last_error) == (1, "")
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

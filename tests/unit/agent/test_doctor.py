@@ -143,7 +143,7 @@ class RefusedClock(ProbedStepClock):
     def collect(self) -> list[Reading]:
         return [Reading("agent_probed_libraries", (), 0.0)]
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         return ["no probes in /home/bert/secret/libtorch_cpu.so: permission denied"]
 
 

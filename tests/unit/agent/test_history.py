@@ -9,8 +9,7 @@ from array import array
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.config import HistorySettings
 from traceloom.agent.history import History, Points, merge_series
@@ -130,7 +129,7 @@ def test_old_ticks_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_the_size_is_bounded(tmp_path: Path) -> None:
-    history = History(tmp_path / "agent.db", HistorySettings(most_mb=0.5))
+    history = History(tmp_path / "agent.db", HistorySettings(max_mb=0.5))
     for tick in range(1500):
         history.write(T0 + tick * S, [(_power(str(device)), float(tick)) for device in range(100)])
         if tick % 100 == 0:
@@ -170,7 +169,7 @@ def test_a_file_that_is_damaged_while_it_is_used_is_put_aside(tmp_path: Path) ->
     content[4096 * 4 :] = b"\xa5" * (len(content) - 4096 * 4)
     path.write_bytes(content)
     history = History(path, HistorySettings())
-    assert history.trouble == ""
+    assert history.last_error == ""
     assert history.query("gpu_power_watts", 0, 2 * T0) == []
     assert history.lost == {"damaged-file": 1}
     for tick in range(3):
@@ -178,7 +177,7 @@ def test_a_file_that_is_damaged_while_it_is_used_is_put_aside(tmp_path: Path) ->
     assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {
         ("a",): [(T0 + tick * S, 1.0) for tick in range(3)]
     }
-    assert history.trouble == ""
+    assert history.last_error == ""
     (aside,) = (
         file
         for file in tmp_path.iterdir()
@@ -200,7 +199,7 @@ def test_damage_that_a_write_meets(tmp_path: Path) -> None:
         history.write(2 * T0 + tick * S, [(_power(f"other {tick}"), 1.0)])
     assert history.lost["damaged-file"] == 1
     assert len(history.query("gpu_power_watts", 2 * T0, 3 * T0)) >= 3
-    assert history.trouble == ""
+    assert history.last_error == ""
 
 
 @pytest.mark.parametrize(
@@ -244,13 +243,13 @@ def test_a_disk_that_cannot_be_written_is_counted(
     history.write(T0, [(_power("a"), 1.0)])
     history.write(T0 + S, [(_power("a"), 2.0)])
     assert sum(history.lost.values()) == 2
-    assert history.trouble
+    assert history.last_error
     (tmp_path / "file").unlink()
     history.write(T0 + 2 * S, [(_power("a"), 3.0)])  # not tried again at once
     assert sum(history.lost.values()) == 3
     monkeypatch.setattr("traceloom.agent.history.time.monotonic", lambda: 1e12)
     history.write(T0 + 3 * S, [(_power("a"), 4.0)])
-    assert history.trouble == ""
+    assert history.last_error == ""
     assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0 + 3 * S, 4.0)]}
 
 
@@ -263,7 +262,7 @@ def test_a_full_disk_loses_ticks_but_nothing_before(tmp_path: Path) -> None:
     for tick in range(1, 4):
         history.write(T0 + tick * S, [(_power(str(device)), 1.0) for device in range(3000)])
     assert sum(history.lost.values()) == 3
-    assert "full" in history.trouble
+    assert "full" in history.last_error
     assert _pairs(history.query("gpu_power_watts", 0, 2 * T0)) == {("a",): [(T0, 1.0)]}
 
 

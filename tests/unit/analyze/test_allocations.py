@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.analyze.memory_answers import MIN_STEPS, explain, explain_allocations
 from traceloom.analyze.memory_blocks import EXISTED_BEFORE, build_blocks

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.analyze.memory_answers import explain
 from traceloom.formats.memory_snapshot import parse_snapshot

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.jobs import Change, Recipe, training_job
 from traceloom.analyze import compare

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import traceloom
 from support.jobs import Clock, Recipe, Run, training_job

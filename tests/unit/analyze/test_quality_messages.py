@@ -69,9 +69,9 @@ def waits(*awaited: int) -> TraceBuilder:
     return builder
 
 
-def collectives(*left_out: tuple[str, ...]) -> TraceBuilder:
+def collectives(*omitted: tuple[str, ...]) -> TraceBuilder:
     builder = TraceBuilder()
-    for place, names in enumerate(left_out):
+    for place, names in enumerate(omitted):
         args = TraceBuilder.collective_args("allreduce", "0", 2, 1024, "Float")
         kept = {name: value for name, value in args.items() if name not in names}
         builder.op("record_param_comms", 10 * place, 5, **kept)

@@ -219,14 +219,14 @@ def of_device(seed: int, device: int) -> Trace:
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("name", OF_A_DEVICE)
 def test_what_runs_on_another_device_changes_nothing_of_a_device(name: str, seed: int) -> None:
-    part, left_out = OF_A_DEVICE[name]
+    part, omitted = OF_A_DEVICE[name]
     for device in (0, 1):
         alone = getattr(ALL[name](of_device(seed, device)), part)
         among = getattr(ALL[name](odd_trace(seed)), part).filter(pl.col("device") == device)
         assert (
             alone.filter(pl.col("device") == device)
-            .drop(left_out.split())
-            .equals(among.drop(left_out.split()))
+            .drop(omitted.split())
+            .equals(among.drop(omitted.split()))
         )
         assert among.height
 

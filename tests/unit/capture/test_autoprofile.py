@@ -12,8 +12,7 @@ import pytest
 
 from support.waiting import until
 from support.webhooks import receiver
-from traceloom.capture import autoprofile as module
-from traceloom.capture import settings
+from traceloom.capture import autoprofile as module, settings
 from traceloom.capture.autoprofile import Autoprofile, autoprofile
 
 
@@ -103,11 +102,11 @@ def test_what_is_no_service_is_said_once_and_asked_no_more(
 
     with listening(respond) as url:
         profile = autoprofile(url, job="j", token="t")
-        until(lambda: profile.trouble)
+        until(lambda: profile.last_error)
         until(lambda: not profile._thread.is_alive())
         loop(profile)
         again = autoprofile(url, job="j", token="t")
-        until(lambda: again.trouble)
+        until(lambda: again.last_error)
         until(lambda: not again._thread.is_alive())
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("traceloom: no trace of this job was asked for: ")
@@ -135,7 +134,7 @@ def test_who_sends_a_letter_now_and_then_is_not_listened_to_for_ever(
         loop(profile, 2)
         assert cut.wait(60)
         loop(profile, 2)
-        until(lambda: profile.trouble)
+        until(lambda: profile.last_error)
 
 
 def test_a_service_that_is_down_is_asked_until_the_step_has_passed() -> None:
@@ -143,25 +142,25 @@ def test_a_service_that_is_down_is_asked_until_the_step_has_passed() -> None:
         port = closed.getsockname()[1]
     profile = autoprofile(f"http://127.0.0.1:{port}", job="j", token="t", at_step=10)
     loop(profile, 9)
-    assert profile.trouble == ""
+    assert profile.last_error == ""
     loop(profile, 2)
-    until(lambda: profile.trouble)
-    assert "does not answer" in profile.trouble
+    until(lambda: profile.last_error)
+    assert "does not answer" in profile.last_error
 
 
 def test_no_token_goes_where_a_redirect_leads_or_over_a_network_in_the_clear() -> None:
     with receiver() as service:
         service.codes = [307]
         profile = autoprofile(service.url.rpartition("/")[0], job="j", token="t")
-        until(lambda: profile.trouble)
+        until(lambda: profile.last_error)
         assert len(service.came) == 1, "it leads to the same place, and nobody went there"
     profile = autoprofile("http://10.0.0.1:9466", job="j", token="t")
-    until(lambda: profile.trouble)
-    assert "others can listen" in profile.trouble
+    until(lambda: profile.last_error)
+    assert "others can listen" in profile.last_error
 
 
 @pytest.mark.parametrize(
-    ("given", "variables", "trouble"),
+    ("given", "variables", "last_error"),
     [
         ({}, {}, "which job"),
         ({"job": "j"}, {}, "where the service is"),
@@ -171,13 +170,16 @@ def test_no_token_goes_where_a_redirect_leads_or_over_a_network_in_the_clear() -
     ids=["job", "server", "address", "slurm"],
 )
 def test_what_is_missing_is_said(
-    given: dict[str, str], variables: dict[str, str], trouble: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str],
+    variables: dict[str, str],
+    last_error: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     profile = autoprofile(**given)  # type: ignore[arg-type]
-    until(lambda: profile.trouble)
-    assert trouble in profile.trouble
+    until(lambda: profile.last_error)
+    assert last_error in profile.last_error
 
 
 def test_other_ranks_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,4 +188,4 @@ def test_other_ranks_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiver() as service:
         profile = autoprofile(service.url, job="j", model="m", token="t")
         until(lambda: not profile._thread.is_alive())
-        assert (service.came, profile.trouble) == ([], "")
+        assert (service.came, profile.last_error) == ([], "")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.capture import manifest
-from traceloom.capture import manifest as kernel_sources
+from traceloom.capture import manifest, manifest as kernel_sources
 from traceloom.capture.manifest import copy_sources
 
 
@@ -36,7 +35,7 @@ def test_only_files_that_a_trace_names_are_copied_each_once(tmp_path: Path) -> N
     folder = tmp_path / "rank0.host_resources"
     copied = copy_sources(named(tmp_path, first, second, first, "", tmp_path / "a", second), folder)
     assert sorted(copied.files) == ["cfirst.py", "csecond.py"]
-    assert copied.left_out == []
+    assert copied.omitted == []
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         name: name for name in copied.files
     }
@@ -53,7 +52,7 @@ def test_what_cannot_be_copied_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         named(tmp_path, *(tmp_path / name for name in names)), tmp_path / "rank0.host_resources"
     )
     assert copied.files == ["c1.py"]
-    assert dict(copied.left_out) == {
+    assert dict(copied.omitted) == {
         "c2.py": "too large",
         "c3.py": "there is no such file any more",
         "-c4.py": "no name for a file of its own",

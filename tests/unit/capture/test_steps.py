@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.capture.steps import SILENCE, Instant, Mark, StepClock, StepLog, Tick
 

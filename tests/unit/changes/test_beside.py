@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from traceloom.changes.bounds import compute_busiest_lane_ns, most_saved_ns
+from traceloom.changes.bounds import compute_busiest_lane_ns, max_saved_ns
 from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_nodes, scenario_of, whatif
@@ -70,7 +70,7 @@ def test_what_another_kernel_covers_already_is_not_saved_again() -> None:
     )
     assert after_us(graph, "copies overlap") == pytest.approx(1250 - 10 - 1, abs=1)
     hidden = scenario_of(graph, [parse("copies overlap")])
-    assert most_saved_ns(graph, hidden) == 10 * US
+    assert max_saved_ns(graph, hidden) == 10 * US
     assert compute_busiest_lane_ns(hidden) == 200 * US
 
 

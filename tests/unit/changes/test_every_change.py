@@ -13,13 +13,12 @@ import polars as pl
 import pytest
 
 from support.plain_graph import MEANING, PlainScenario, RandomJob
-from traceloom.changes.bounds import compute_busiest_lane_ns, compute_lower_bound_ns, most_saved_ns
+from traceloom.changes.bounds import compute_busiest_lane_ns, compute_lower_bound_ns, max_saved_ns
 from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_nodes, scenario_of, sweep, whatif, whatif_many
 from traceloom.errors import UsageError
-from traceloom.graph import Plan, calibrate, law
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, calibrate, graph as graph_schema, law
 from traceloom.graph.graph import Graph
 
 Plainly = Callable[[PlainScenario], None]
@@ -132,7 +131,7 @@ def test_a_change_is_bounded_by_what_is_left_and_by_what_it_touches(texts: tuple
     for graph, plan, scenario, plain in changed(*texts):
         before, after = int(np.ptp(graph.point_times())), int(np.ptp(scenario.times(plan)))
         assert compute_busiest_lane_ns(scenario) == plain.busiest_lane()
-        assert most_saved_ns(graph, scenario) == plain.touched()
+        assert max_saved_ns(graph, scenario) == plain.touched()
         assert compute_lower_bound_ns(graph, scenario, before) == max(
             plain.busiest_lane(), before - plain.touched()
         )
@@ -340,7 +339,7 @@ def test_work_that_is_hidden_saves_no_more_than_was_exposed_and_keeps_its_own_ti
                 }
                 exposed |= runs - covered
             assert np.ptp(before) - np.ptp(times) <= len(exposed)
-            assert most_saved_ns(graph, scenario) == len(exposed)
+            assert max_saved_ns(graph, scenario) == len(exposed)
             assert set(np.flatnonzero(scenario.beside).tolist()) == chosen
             for node in chosen:
                 assert times[2 * node + 1] - times[2 * node] >= scenario.work_ns[node]

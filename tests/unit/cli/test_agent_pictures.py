@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.text import Text
 
 from support.filled import filled
@@ -45,7 +44,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "processes": 2,
         "series": 1234,
         "history": {"bytes": 5e6},
-        "history_trouble": "",
+        "history_error": "",
         "publishers": {},
         "collectors": [],
         **changes,
@@ -59,7 +58,7 @@ def collector(name: str, **changes: Any) -> dict[str, Any]:
         "seconds": 0.0025,
         "runs": 10,
         "failures": {},
-        "trouble": "",
+        "last_error": "",
         **changes,
     }
 
@@ -69,10 +68,10 @@ def test_the_state_of_an_agent_says_how_long_it_runs_and_what_fails(width: int) 
     collectors = [
         collector("gpu"),
         collector("cpu", runs=0, period_seconds=10.0),
-        collector(EVIL, runs=1500, failures={"a": 1, "b": 2}, trouble=f"no permission {EVIL}"),
+        collector(EVIL, runs=1500, failures={"a": 1, "b": 2}, last_error=f"no permission {EVIL}"),
     ]
     lines = shown(
-        views.status(filled(api.StatusAnswer, state(collectors=collectors)), width), width
+        views.status(filled(api.StatusResponse, state(collectors=collectors)), width), width
     )
     assert lines[:3] == [
         "Agent of node1: up 1 day, 1:01:01, pid 7, version 1.2",
@@ -91,10 +90,10 @@ def test_what_is_wrong_with_an_agent_is_said() -> None:
         host=EVIL,
         stale_devices=2,
         history={"bytes": 0, "lost_ticks": 3.0},
-        history_trouble="the disk is full",
+        history_error="the disk is full",
         publishers={"otlp": "", "service": EVIL},
     )
-    lines = shown(views.status(filled(api.StatusAnswer, wrong), 100), 100)
+    lines = shown(views.status(filled(api.StatusResponse, wrong), 100), 100)
     assert "8 devices, 2 stale, 2 processes" in lines[1]
     assert lines[2] == "History: 0 B on disk, 3 ticks lost"
     assert "in memory alone: the disk is full" in lines[3]
@@ -120,7 +119,7 @@ def test_events_say_when_of_what_and_which(width: int) -> None:
         event(job=f"job {EVIL}" + "x" * 40, kind="oom", code=None),
         event(code=0, text=EVIL * 30),
     ]
-    lines = shown(views.render_events(filled(list[api.EventAnswer], rows), width), width)[-3:]
+    lines = shown(views.render_events(filled(list[api.EventResponse], rows), width), width)[-3:]
     when = (
         dt.datetime.fromtimestamp(NOW / 1e9, tz=dt.timezone.utc)
         .astimezone()
@@ -217,20 +216,20 @@ def rule(**changes: Any) -> dict[str, Any]:
         "last": None,
         "refusals": {},
         "last_refusal": None,
-        "trouble": "",
+        "problem": "",
         **changes,
     }
 
 
-def rules(*of: dict[str, Any], **changes: Any) -> api.TriggersAnswer:
+def rules(*of: dict[str, Any], **changes: Any) -> api.TriggersResponse:
     return filled(
-        api.TriggersAnswer,
+        api.TriggersResponse,
         {
             "rules": list(of),
             "bytes_left": 5_000_000,
             "bytes_per_day": 20_000_000,
             "share": 0.01,
-            "trouble": "",
+            "last_error": "",
             **changes,
         },
     )
@@ -251,9 +250,9 @@ def test_rules_say_what_they_did_and_why_they_did_not(width: int) -> None:
             "reason": "budget",
             "detail": "nothing is left",
         },
-        trouble="nobody measures it",
+        problem="nobody measures it",
     )
-    lines = shown(views.triggers(rules(fired, rule(), trouble=EVIL), width), width)
+    lines = shown(views.triggers(rules(fired, rule(), last_error=EVIL), width), width)
     text = " ".join(" ".join(lines).split())
     assert (
         "5.00 MB of 20.0 MB a day are left; a process is traced for at most 1.0 % of its time."
@@ -303,7 +302,9 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
         group("thread", [], [], pids=[11, 12], thread=EVIL),
     ]
     answer = {"sentence": "rank 3 waits for data", "groups": groups}
-    lines = shown(views.render_stacks(filled(api.StacksAnswer, answer), width, native=False), width)
+    lines = shown(
+        views.render_stacks(filled(api.StacksResponse, answer), width, native=False), width
+    )
     text = " ".join(" ".join(lines).split())
     assert lines[0].strip() == "rank 3 waits for data"
     assert "ranks 0-2, 5: main > step (train.py:10)" in text
@@ -312,7 +313,7 @@ def test_stacks_go_from_the_outermost_call_to_the_innermost(width: int) -> None:
     assert "no call that can be seen" in text
     assert "--native tells which" in text
     assert "--native" not in " ".join(
-        shown(views.render_stacks(filled(api.StacksAnswer, answer), width, native=True), width)
+        shown(views.render_stacks(filled(api.StacksResponse, answer), width, native=True), width)
     )
 
 
@@ -325,7 +326,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "copied_bytes_per_step": 1e6,
     }
     _, flops, types, roofline, copied = shown(
-        views.render_job_facts(filled(api.TraceAnswer, answer))
+        views.render_job_facts(filled(api.TraceResponse, answer))
     )
     assert flops.split()[:3] == ["FLOPs", "2.50", "PFLOP"]
     assert "bfloat16 75%, float32 25%" in types, "the most first"
@@ -338,7 +339,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": None,
         "copied_bytes_per_step": None,
     }
-    lines = shown(views.render_job_facts(filled(api.TraceAnswer, nothing)))
+    lines = shown(views.render_job_facts(filled(api.TraceResponse, nothing)))
     assert sum("not in the trace" in line for line in lines) == 4
     assert "--shapes" in lines[-1]
     measured = {
@@ -347,7 +348,7 @@ def test_a_trace_tells_what_it_makes_possible_and_what_it_lacks() -> None:
         "roofline_ratio": 0.0,
         "copied_bytes_per_step": 0.0,
     }
-    zero = shown(views.render_job_facts(filled(api.TraceAnswer, measured)))
+    zero = shown(views.render_job_facts(filled(api.TraceResponse, measured)))
     assert sum("not in the trace" in line for line in zero) == 1, (
         "measured to be nothing is not unknown"
     )
@@ -390,14 +391,14 @@ def test_numbers_of_curves_have_their_unit(unit: str, number: float, written: st
             {"labels": {}, "times_ns": [], "values": []},
         ],
     }
-    line = shown(views.render_query(filled(api.QueryAnswer, answer), {}, 100), 100)[-1]
+    line = shown(views.render_query(filled(api.QueryResponse, answer), {}, 100), 100)[-1]
     assert line.count(written) == 3, "last, least and most"
 
 
 def test_of_a_metric_that_nothing_is_known_of_it_is_said_who_knows_why() -> None:
     answer = {"metric": "m", "unit": "", "since_ns": NOW, "until_ns": NOW, "series": []}
     assert "traceloom agent doctor" in " ".join(
-        shown(views.render_query(filled(api.QueryAnswer, answer), {}, 100), 100)
+        shown(views.render_query(filled(api.QueryResponse, answer), {}, 100), 100)
     )
 
 
@@ -412,7 +413,7 @@ def test_a_curve_is_highest_where_its_values_are(values: list[float]) -> None:
             {"labels": {}, "times_ns": [at * SECOND for at in range(len(values))], "values": values}
         ],
     }
-    line = shown(views.render_query(filled(api.QueryAnswer, answer), {}, 120), 120)[-1]
+    line = shown(views.render_query(filled(api.QueryResponse, answer), {}, 120), 120)[-1]
     curve = re.findall(r"[▁▂▃▄▅▆▇█]+$", line)
     assert curve, line
     assert len(curve[0]) <= min(60, len(values))

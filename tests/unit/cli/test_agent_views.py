@@ -8,8 +8,7 @@ import pytest
 
 from support.filled import filled
 from traceloom.agent import api
-from traceloom.cli import agent
-from traceloom.cli import agent_views as views
+from traceloom.cli import agent, agent_views as views
 from traceloom.errors import InputError
 
 SECOND = 10**9
@@ -19,9 +18,9 @@ def shown(lines: Any) -> list[str]:
     return [line.plain.rstrip() for line in lines]
 
 
-def answer(series: dict[str, tuple[list[int], list[float]]]) -> api.QueryAnswer:
+def answer(series: dict[str, tuple[list[int], list[float]]]) -> api.QueryResponse:
     return filled(
-        api.QueryAnswer,
+        api.QueryResponse,
         {
             "metric": "traceloom_gpu_power_watts",
             "unit": "watts",
@@ -74,7 +73,7 @@ def test_a_hang_is_told_with_what_became_of_it(
 ) -> None:
     lines = shown(
         views.hangs(
-            filled(api.HangsAnswer, {"hangs": [hang(**changes)], "watched": ["slurm-42"]}), 100
+            filled(api.HangsResponse, {"hangs": [hang(**changes)], "watched": ["slurm-42"]}), 100
         )
     )
     assert lines[0].startswith("slurm-42  since ")
@@ -84,9 +83,11 @@ def test_a_hang_is_told_with_what_became_of_it(
 
 def test_without_a_hang_it_is_said_of_how_many_jobs_that_is_known() -> None:
     assert shown(
-        views.hangs(filled(api.HangsAnswer, {"hangs": [], "watched": ["a", "b"]}), 100)
+        views.hangs(filled(api.HangsResponse, {"hangs": [], "watched": ["a", "b"]}), 100)
     ) == [" No job of yours hangs; steps are known of 2 jobs."]
-    lines = " ".join(shown(views.hangs(filled(api.HangsAnswer, {"hangs": [], "watched": []}), 100)))
+    lines = " ".join(
+        shown(views.hangs(filled(api.HangsResponse, {"hangs": [], "watched": []}), 100))
+    )
     assert "as far as is known" in lines
     assert "traceloom agent doctor" in lines
 
@@ -99,7 +100,7 @@ def test_a_process_that_hangs_is_marked(monkeypatch: pytest.MonkeyPatch) -> None
     ]
     _, first, second = shown(
         views.render_processes(
-            filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], 140
+            filled(api.ProcessesResponse, {"processes": rows, "hidden": 0}), [], 140
         )
     )
     assert "hangs 90.0 s" in first
@@ -160,7 +161,7 @@ def test_a_narrow_terminal_has_room_for_the_command(width: int) -> None:
     ]
     lines = shown(
         views.render_processes(
-            filled(api.ProcessesAnswer, {"processes": rows, "hidden": 0}), [], width
+            filled(api.ProcessesResponse, {"processes": rows, "hidden": 0}), [], width
         )
     )
     assert all(len(line) <= width for line in lines)
@@ -179,7 +180,7 @@ def test_the_doctor_says_first_how_much_works() -> None:
         )
     ]
     lines = shown(
-        views.render_doctor(filled(api.DoctorAnswer, {"checks": checks}), 80, running=True)
+        views.render_doctor(filled(api.DoctorResponse, {"checks": checks}), 80, running=True)
     )
     assert lines[0] == " Of 3 things, 1 work, 1 work in part, 1 do not work."
     areas = [line for line in lines if line and not line.startswith(" ")]
@@ -204,5 +205,5 @@ def test_labels_leave_room_for_the_curve_where_there_is_any(labels: dict[str, st
 )
 def test_what_is_no_answer_of_an_agent_is_refused(said: Any) -> None:
     with pytest.raises(InputError) as refused:
-        agent._read(said, api.HangsAnswer)
+        agent._read(said, api.HangsResponse)
     assert refused.value.slug == "agent-unclear"

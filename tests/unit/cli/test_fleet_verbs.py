@@ -21,7 +21,7 @@ from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     ClockOffset,
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostDevice,
     HostProcess,
@@ -283,7 +283,7 @@ def test_hosts_say_how_far_their_clocks_are_off_and_which_way(
             devices=[HostDevice(uuid="GPU-0", values={})],
             clock=ClockOffset(offset_ns=offset_ns, error_ns=90_000, round_trips=3),
         )
-        link.post(f"agents/{host}/heartbeat", beat, HeartbeatAnswer)
+        link.post(f"agents/{host}/heartbeat", beat, HeartbeatResponse)
         link.close()
     asked = ["--server", fleet.url, "--token-file", str(token_file)]
     assert main(["fleet", "hosts", *asked]) == 0

@@ -84,10 +84,10 @@ def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) 
     steps = {"one step": [1], "some steps of a rank": [1, 2]}.get(choice, [0, 1, 2])
     assert [rank["rank"] for rank in document["ranks"]] == ranks
     assert all([step["step"] for step in rank["steps"]] == steps for rank in document["ranks"])
-    left_out = {
+    omitted = {
         entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")
     }
-    assert left_out & set(EXTRA_KEYS) == {
+    assert omitted & set(EXTRA_KEYS) == {
         "some sections": set(EXTRA_KEYS) - {"copies", "per_step"},
         "the core": set(EXTRA_KEYS),
     }.get(choice, set())

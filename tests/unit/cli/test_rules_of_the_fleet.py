@@ -65,10 +65,11 @@ def test_what_is_left_is_said_and_what_is_wrong_below_it() -> None:
         "traces_per_day": 50,
         "bytes_left": 1_500_000,
         "bytes_per_day": 2_000_000,
-        "trouble": "",
+        "last_error": "",
     }
     line = "left of 24 hours: 3 of 50 traces, 1.50 MB of 2.00 MB"
     assert format_budget(budget) == line
     assert (
-        format_budget({**budget, "trouble": "\x1b[31mred\u202e"}) == f"{line}\n\\x1b[31mred\\u202e"
+        format_budget({**budget, "last_error": "\x1b[31mred\u202e"})
+        == f"{line}\n\\x1b[31mred\\u202e"
     )

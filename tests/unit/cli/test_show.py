@@ -188,7 +188,7 @@ class TestPicture:
     def test_what_has_least_time_shares_a_box(self) -> None:
         picture = collapse_nodes(convert_graph(graph()), max_boxes=2)
         assert [box.title for box in picture.boxes] == ["k#", "sync", "cudaLaunchKernel"]
-        assert picture.left_out == "1 names with the least time share a box per kind"
+        assert picture.omitted == "1 names with the least time share a box per kind"
         assert sum(box.count for box in picture.boxes) == 60
         assert sum(link.count for link in picture.links) == 79
 
@@ -199,7 +199,7 @@ class TestPicture:
         assert [box.chosen for box in near.boxes].count(True) == 1
         far = build_neighbourhood(network, 30, 20, max_nodes=10)
         assert len(far.boxes) == 10
-        assert "more nodes are as near" in far.left_out
+        assert "more nodes are as near" in far.omitted
 
     def test_boxes_do_not_lie_on_each_other_and_links_lead_right(self) -> None:
         picture = collapse_nodes(convert_graph(graph()))

@@ -15,8 +15,7 @@ from support.jobs import Recipe, training_job
 from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.findings import Context
-from traceloom.graph import Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema
 from traceloom.testing import TraceBuilder
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.session import Session

@@ -61,8 +61,8 @@ def test_savings_of_several_fixes_are_together_no_more_than_the_usual_step() -> 
     )
 
 
-@pytest.mark.parametrize(("count", "left_out"), [(1, 0), (4, 0), (5, 0), (8, 1), (11, 2), (20, 5)])
-def test_the_interval_holds_the_median_nine_times_of_ten(count: int, left_out: int) -> None:
+@pytest.mark.parametrize(("count", "omitted"), [(1, 0), (4, 0), (5, 0), (8, 1), (11, 2), (20, 5)])
+def test_the_interval_holds_the_median_nine_times_of_ten(count: int, omitted: int) -> None:
     values = list(range(count))[::-1]
-    assert compute_median_interval(values) == (left_out, count - 1 - left_out)
+    assert compute_median_interval(values) == (omitted, count - 1 - omitted)
     assert compute_median_floor(values) == (count - 1) // 2

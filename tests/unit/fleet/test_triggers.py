@@ -41,13 +41,15 @@ MIDNIGHT = 20_783 * DAY
 
 
 class Fleet:
-    """A desk and its rules, at a time that stands still until it is set."""
+    """A registry and its rules, at a time that stands still until it is set."""
 
     def __init__(self, stores: Stores, folder: Path) -> None:
         self.now_ns = MIDNIGHT
         stores.state.lead(LEADER, "term", 600)
-        self.desk = HostRegistry(stores.state, folder / "from-hosts", "term", lambda: self.now_ns)
-        self.triggers = FleetTriggerEngine(self.desk, stores.tables)
+        self.registry = HostRegistry(
+            stores.state, folder / "from-hosts", "term", lambda: self.now_ns
+        )
+        self.triggers = FleetTriggerEngine(self.registry, stores.tables)
 
     async def beat(
         self, *jobs: str, usage: list[UsageRow] | None = None, host: str = "a", **facts: object
@@ -72,11 +74,11 @@ class Fleet:
         beat = Heartbeat(
             sent_ns=1, boot_id="b", version="1", processes=processes, usage=usage or []
         )
-        await self.desk.heartbeat(host, beat)
+        await self.registry.heartbeat(host, beat)
 
     async def end(self, request: str, size: int = 1000) -> None:
         """A request ends as it should, with a file of so many bytes."""
-        await self.desk.report(
+        await self.registry.report(
             "a", request, HostReport(state="armed", processes=[ArmedProcess(key="k", pid=1)])
         )
         target = TraceTarget(
@@ -91,9 +93,9 @@ class Fleet:
             steps=5,
         )
         failed = HostReport(state="failed", reason="upload-failed", targets=[target])
-        await self.desk.report("a", request, failed)
-        await self.desk._advance(self.desk.requests[request])
-        assert self.desk.requests[request].ended
+        await self.registry.report("a", request, failed)
+        await self.registry._advance(self.registry.requests[request])
+        assert self.registry.requests[request].ended
 
     def counts(self, rule: str) -> tuple[int, dict[str, int]]:
         return self.triggers.counts[rule].fired, self.triggers.counts[rule].refusals
@@ -111,7 +113,7 @@ def with_fleet(
         fleet = Fleet(stores, folder)
         for host in ("a", "b"):
             stores.state.put_host(host, host)
-        await fleet.desk.start()
+        await fleet.registry.start()
         await fleet.triggers.start()
         await fleet.triggers.close()  # the test looks itself
         try:
@@ -119,7 +121,7 @@ def with_fleet(
                 await fleet.triggers.set_rules(rules)
             await test(fleet)
         finally:
-            await fleet.desk.close()
+            await fleet.registry.close()
 
     asyncio.run(run())
 
@@ -142,14 +144,14 @@ def test_a_cadence_traces_its_share_of_jobs_once_a_day_and_others_never(
             fleet.now_ns = MIDNIGHT + minute * 60 * S
             await fleet.beat(*jobs)
             await fleet.triggers.tick()
-        traced = {request.wanted.job for request in fleet.desk.requests.values()}
-        assert len(fleet.desk.requests) == len(traced), "each once a day"
+        traced = {request.spec.job for request in fleet.registry.requests.values()}
+        assert len(fleet.registry.requests) == len(traced), "each once a day"
         assert 20 <= len(traced) <= 64, (
             "10 % of 400 jobs, by chance within four standard deviations"
         )
         assert fleet.counts("some") == (len(traced), {})
-        request = next(iter(fleet.desk.requests.values()))
-        assert (request.who, request.wanted.steps) == ("trigger some", 2)
+        request = next(iter(fleet.registry.requests.values()))
+        assert (request.who, request.spec.steps) == ("trigger some", 2)
 
     with_fleet(
         stores,
@@ -188,21 +190,21 @@ def test_a_job_that_computes_too_little_is_traced_within_cooldown_and_budget(
             assert fleet.counts("idle")[0] == (1 if more == 2 else 0), (
                 "80 s of 180 only after the third minute"
             )
-        [request] = fleet.desk.requests.values()
-        assert (request.wanted.job, request.wanted.ranks) == ("j", (1, 2))
+        [request] = fleet.registry.requests.values()
+        assert (request.spec.job, request.spec.ranks) == ("j", (1, 2))
         assert request.trigger is not None
         assert "44.4 %" in request.trigger.what
         await fleet.triggers.tick()
         assert fleet.counts("idle") == (1, {}), "it was traced for this already"
         for number in range(3, 40):
             fleet.now_ns = MIDNIGHT + (number + 1) * 60 * S
-            for running in [of for of in fleet.desk.requests.values() if not of.ended]:
+            for running in [of for of in fleet.registry.requests.values() if not of.ended]:
                 await fleet.end(running.id)
             await fleet.beat("j", "other", usage=usage(minute + number, 0))
             await fleet.triggers.tick()
         fired, refusals = fleet.counts("idle")
         assert (fired, set(refusals)) == (2, {"budget-traces"})
-        times = sorted(request.asked_ns for request in fleet.desk.requests.values())
+        times = sorted(request.asked_ns for request in fleet.registry.requests.values())
         assert times[1] - times[0] >= 600 * S
         assert fleet.triggers.counts["idle"].kept_bytes == 2000
 
@@ -237,7 +239,7 @@ def test_refusals_are_counted_by_reason_and_say_why(stores: Stores, tmp_path: Pa
         assert await find("j") == ""
         assert fleet.counts("starved")[0] == 1
         assert await find("j") == "traced"
-        [request] = fleet.desk.requests
+        [request] = fleet.registry.requests
         await fleet.end(request)
         assert await find("j") == "cooldown"
         await fleet.triggers.set_rules(FINDING + "[budget]\nmb_per_day = 1\n")
@@ -351,8 +353,8 @@ def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(
     async def test(fleet: Fleet) -> None:
         await fleet.beat("job2", "job20")
         await fleet.triggers.tick(news)
-        [request] = fleet.desk.requests.values()
-        assert request.wanted.job == "job20"
+        [request] = fleet.registry.requests.values()
+        assert request.spec.job == "job20"
 
     with_fleet(
         stores, tmp_path, '[[triggers]]\nname = "slower"\non = "regression"\nby = 0.2\n', test

@@ -26,7 +26,7 @@ def joined(entries: list[str], blank: str) -> tuple[bytes, list[bytes]]:
 def cut(text: bytes, count: int) -> list[bytes]:
     """The entries by what `places` says."""
     braces = BraceIndex()
-    braces.look(text)
+    braces.scan(text)
     begins, lengths = locate_entries(text, count, braces.between(0, len(text)))
     return [
         text[begin : begin + length]
@@ -141,7 +141,7 @@ def test_braces_are_those_of_the_text_however_it_arrives(size: int, begin: int) 
     expected = [at for at, sign in enumerate(text) if sign == ord("}")]
     braces = BraceIndex(begin)
     for low in range(0, len(text), size):
-        braces.look(text[low : low + size])
+        braces.scan(text[low : low + size])
     for low, high in ((begin, begin + 20), (begin + 20, 120), (120, 120), (120, len(text))):
         assert braces.between(low, high).tolist() == [
             at - low for at in expected if low <= at < high
@@ -151,8 +151,8 @@ def test_braces_are_those_of_the_text_however_it_arrives(size: int, begin: int) 
 def test_braces_of_the_same_stretch_may_be_asked_for_again_and_of_none_there_are_none() -> None:
     braces = BraceIndex()
     assert braces.between(0, 10).tolist() == []
-    braces.look(b"")
-    braces.look(b"ab}c}")
+    braces.scan(b"")
+    braces.scan(b"ab}c}")
     assert [braces.between(1, 5).tolist() for _ in range(2)] == [[1, 3]] * 2
     assert braces.between(3, 4).tolist() == []
     assert braces.between(5, 99).tolist() == []

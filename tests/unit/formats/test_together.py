@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from support import damage
 from support.bigfile import write_big
 from support.strategies import builders
 from traceloom.errors import InputError
-from traceloom.formats import ahead, read_kineto
-from traceloom.formats import ahead as together
+from traceloom.formats import ahead, ahead as together, read_kineto
 from traceloom.formats.ahead import ForkResult, Helpers
 from traceloom.formats.kineto_columns import decode
 from traceloom.formats.kineto_document import TextRange
@@ -137,7 +135,7 @@ def test_parts_may_begin_anywhere(how: str, tmp_path: Path, thorough: bool) -> N
 
 @pytest.mark.usefixtures("here")
 @settings(deadline=None)
-@given(builder=builders(most_events=40), shares=st.lists(st.floats(0, 1), min_size=1, max_size=4))
+@given(builder=builders(max_events=40), shares=st.lists(st.floats(0, 1), min_size=1, max_size=4))
 def test_random_traces_in_random_parts(
     builder: TraceBuilder, shares: list[float], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

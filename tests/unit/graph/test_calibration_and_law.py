@@ -10,8 +10,7 @@ import polars as pl
 import pytest
 
 from traceloom.errors import UsageError
-from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, graph as graph_schema, law
 from traceloom.graph.critical_path import find_critical_path
 from traceloom.graph.graph import Graph
 from traceloom.graph.rank import link_rank

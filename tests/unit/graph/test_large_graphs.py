@@ -14,8 +14,7 @@ from traceloom.analyze.critical_path import CriticalPath
 from traceloom.changes.changes import parse
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import whatif, whatif_many
-from traceloom.graph import Plan, graph, link_session
-from traceloom.graph import graph as arrays
+from traceloom.graph import Plan, graph, graph as arrays, link_session
 from traceloom.graph.graph import Graph
 from traceloom.trace import mapped_arrays, storage
 from traceloom.trace.session import Session

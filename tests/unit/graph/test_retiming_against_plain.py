@@ -12,8 +12,7 @@ import pytest
 from support.plain_graph import STEADY_NS, PlainScenario, RandomJob, longest
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import scenario_of
-from traceloom.graph import ABSENT, Plan, calibrate, class_delays, law
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, Plan, calibrate, class_delays, graph as graph_schema, law
 from traceloom.graph.critical_path import (
     compute_latest_times,
     compute_slack_ns,

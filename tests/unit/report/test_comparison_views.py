@@ -11,21 +11,22 @@ from html import unescape
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.figures import figure
 from support.pages import Elements, islands, of_markdown, tables
 from support.pairs import compared
 from support.sessions import EVIL, session_of
 from traceloom.analyze import compare
-from traceloom.report import comparison
-from traceloom.report import comparison as page
-from traceloom.report import comparison as terminal
-from traceloom.report import verdict as verdict_markdown
-from traceloom.report import verdict as verdict_page
-from traceloom.report import verdict as verdict_tables
-from traceloom.report import verdict as verdict_terminal
+from traceloom.report import (
+    comparison,
+    comparison as page,
+    comparison as terminal,
+    verdict as verdict_markdown,
+    verdict as verdict_page,
+    verdict as verdict_tables,
+    verdict as verdict_terminal,
+)
 from traceloom.report.comparison import build_tables as declared
 from traceloom.report.views import markdown
 from traceloom.report.views.files import encode

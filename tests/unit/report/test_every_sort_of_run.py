@@ -32,8 +32,7 @@ from traceloom.report.exports.perfetto import write as write_perfetto
 from traceloom.report.sections import CORE, CORE_KEYS, EXTRA_KEYS, FINDINGS, SECTION_NAMES
 from traceloom.report.views import terminal
 from traceloom.report.views.files import encode
-from traceloom.report.views.markdown import DisplayedReport
-from traceloom.report.views.markdown import render as markdown
+from traceloom.report.views.markdown import DisplayedReport, render as markdown
 from traceloom.report.views.page import render_report_page as html
 from traceloom.report.views.terminal import render
 from traceloom.system.sanitize import sanitize
@@ -329,12 +328,12 @@ def test_hours_and_exabytes_are_written_with_the_largest_unit() -> None:
 
 def test_parts_that_are_left_out_say_so_and_only_these() -> None:
     document = build(made(several_devices)[0], ReportOptions(only=(CORE, FINDINGS, "copies")))
-    left_out = {
+    omitted = {
         entry["path"] for entry in document["absent"] if entry["reason"].startswith("not asked for")
     }
-    assert left_out == set(EXTRA_KEYS) - {"copies"}
+    assert omitted == set(EXTRA_KEYS) - {"copies"}
     whole = made(several_devices)[1]
-    same = [key for key in document if key not in left_out and key != "absent"]
+    same = [key for key in document if key not in omitted and key != "absent"]
     assert {key: document[key] for key in same} == {key: whole[key] for key in same}
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from traceloom.errors import InvariantError
-from traceloom.report import ReportOptions, build, findings
-from traceloom.report import run as module
+from traceloom.report import ReportOptions, build, findings, run as module
 from traceloom.report.sections import load_section, select_sections
 from traceloom.report.views.terminal import render
 from traceloom.testing import TraceBuilder

@@ -11,10 +11,8 @@ import pytest
 from support.reports import check_schema
 from traceloom.report import ReportOptions, build
 from traceloom.report.figure import encode_level_changes
-from traceloom.report.memory import build as memory
-from traceloom.report.memory import collapse_chains
-from traceloom.report.views.page import render as memory_page
-from traceloom.report.views.page import render_report_page as report_page
+from traceloom.report.memory import build as memory, collapse_chains
+from traceloom.report.views.page import render as memory_page, render_report_page as report_page
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace

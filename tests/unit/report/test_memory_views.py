@@ -22,8 +22,11 @@ from traceloom.cli import main
 from traceloom.cli.memory import BY
 from traceloom.errors import UsageError
 from traceloom.report.memory import build, collapse_chains
-from traceloom.report.memory_sources import MemoryOptions, read_session_memory_sources
-from traceloom.report.memory_sources import write_allocations_csv as write_csv
+from traceloom.report.memory_sources import (
+    MemoryOptions,
+    read_session_memory_sources,
+    write_allocations_csv as write_csv,
+)
 from traceloom.report.views.page import render as page
 from traceloom.report.views.terminal_memory import render_memory as terminal
 from traceloom.testing import TraceBuilder

@@ -8,8 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.text import Text
 
 from support.reports import nulls

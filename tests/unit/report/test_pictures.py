@@ -10,23 +10,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.figures import figure
 from support.pages import Elements, islands
 from support.sessions import EVIL
 from traceloom.report.figure import (
     downsample,
+    draw_curve as curve_figure,
     draw_heat_map,
+    draw_icicle as icicle,
+    draw_roofline as roofline,
     draw_stacked_bar,
     encode_level_changes,
     pick_block_character,
     render_legend,
 )
-from traceloom.report.figure import draw_curve as curve_figure
-from traceloom.report.figure import draw_icicle as icicle
-from traceloom.report.figure import draw_roofline as roofline
 from traceloom.report.sections.kernels import draw_stacked_bars
 from traceloom.report.sections.launches import draw_step_curves
 from traceloom.report.views.page_head import Reasons, render_capture
@@ -301,9 +300,9 @@ def test_the_eight_highest_curves_are_drawn_with_their_legend(values: dict[str, 
         if element.find("title") is not None
     ]
     assert len(titles) == min(8, len(names))
-    left_out = set(names) - set(titles)
+    omitted = set(names) - set(titles)
     assert all(
-        max(values[name]) <= min(max(values[str(title)]) for title in titles) for name in left_out
+        max(values[name]) <= min(max(values[str(title)]) for title in titles) for name in omitted
     )
     for element in picture.findall("path"):
         assert all(

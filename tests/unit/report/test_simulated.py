@@ -15,8 +15,7 @@ from support.jobs import ParallelRecipe, parallel_job
 from traceloom.errors import UsageError
 from traceloom.formats import load
 from traceloom.graph import link_session
-from traceloom.report import simulation
-from traceloom.report import simulation as report
+from traceloom.report import simulation, simulation as report
 from traceloom.report.exports.perfetto import write_simulation
 from traceloom.workload.simulate.astra_sim.run import simulate
 from traceloom.workload.simulate.machine import Dimension, Machine

@@ -13,8 +13,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.figures import figure
 from support.pages import Elements, islands, of_markdown, tables
@@ -28,8 +27,7 @@ from traceloom.report.before_after import build as before_after
 from traceloom.report.exports.perfetto import write_graph
 from traceloom.report.views.files import encode
 from traceloom.report.views.markdown import format_code_span
-from traceloom.report.whatif import picture, render_markdown
-from traceloom.report.whatif import render_before_after_page as page
+from traceloom.report.whatif import picture, render_before_after_page as page, render_markdown
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 

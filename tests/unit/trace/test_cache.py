@@ -15,8 +15,7 @@ from isal.isal_zlib import crc32
 
 from traceloom.formats import kineto, load
 from traceloom.testing import TraceBuilder
-from traceloom.trace import cache as caching
-from traceloom.trace import storage
+from traceloom.trace import cache as caching, storage
 from traceloom.trace.cache import Cache, FileStamp
 from traceloom.trace.trace import Trace
 

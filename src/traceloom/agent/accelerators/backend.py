@@ -222,7 +222,7 @@ class TimeLimitedBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.trouble = ""  # why there is no sample; "" if there is one
+        self.last_error = ""  # why there is no sample; "" if there is one
         self.here = True  # False if the host has no such devices
         self.capabilities: dict[str, str] = {}
         self._make = make
@@ -270,7 +270,7 @@ class TimeLimitedBackend:
             except Exception as error:  # noqa: BLE001 - a stranger's back end may raise anything
                 self._give_up(f"it failed: {type(error).__name__}: {error}", hangs=False)
             else:
-                self.here, self.trouble, self._failures = True, "", 0
+                self.here, self.last_error, self._failures = True, "", 0
                 self._devices, self.capabilities = sample.devices, sample.capabilities
                 return sample
         return Sample(at_ns=time.time_ns(), devices=self._devices)
@@ -299,7 +299,7 @@ class TimeLimitedBackend:
             thread.stop()
         if thread is not None and hangs:
             self._stuck.append(thread)
-        self.trouble = reason
+        self.last_error = reason
         self._next_try = self._clock() + min(FIRST_RETRY_S * 2**self._failures, LAST_RETRY_S)
         self._failures += 1
         self._devices = [msgspec.structs.replace(device, stale=reason) for device in self._devices]

@@ -143,16 +143,16 @@ class AcceleratorCollector:
                 )
         return self._missing_reasons | reasons
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns the errors of back ends and the metrics that devices lack, with what would
         help.
         """
         # A host need not have devices of every vendor: a missing one is reported only if it was
         # configured, or if there are no devices at all.
         problems = [
-            f"{backend.name}: {backend.trouble}"
+            f"{backend.name}: {backend.last_error}"
             for backend in self.back_ends
-            if backend.trouble
+            if backend.last_error
             and (backend.here or backend.name in self._configured_backends or not self.devices)
         ]
         problems += [self._recording_error] if self._recording_error else []

@@ -97,7 +97,7 @@ class Cgroups(HostCollector):
     def __init__(self, config: Config, processes: Callable[[], Mapping[str, Process]]) -> None:
         super().__init__(config)
         self.kills: deque[OomKill] = deque(maxlen=MAX_KILLS)
-        self.left_out = 0  # groups beyond MAX_GROUPS
+        self.omitted = 0  # groups beyond MAX_GROUPS
         self._processes = processes
         self._hierarchies: list[Hierarchy] = []
         self._groups: dict[str, _Group] = {}
@@ -137,7 +137,7 @@ class Cgroups(HostCollector):
             groups,
             key=lambda path: (-groups[path].seen_s, not groups[path].job, -groups[path].processes),
         )
-        self.left_out = max(len(ordered) - MAX_GROUPS, 0)
+        self.omitted = max(len(ordered) - MAX_GROUPS, 0)
         self._groups = {path: groups[path] for path in ordered[:MAX_GROUPS]}
         readings = []
         counted = {}
@@ -203,7 +203,7 @@ class Cgroups(HostCollector):
             hierarchies.setdefault(controllers, Hierarchy(controllers, directory, root))
         return list(hierarchies.values())
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what cannot be read of groups on this host."""
         try:
             hierarchies = self._mounted()
@@ -223,9 +223,9 @@ class Cgroups(HostCollector):
             problems.append(
                 "memory and kills of control groups are not counted: start the kernel with cgroup_enable=memory"
             )
-        if self.left_out:
+        if self.omitted:
             problems.append(
-                f"{self.left_out} control groups are left out, beyond {MAX_GROUPS}; those of jobs come first"
+                f"{self.omitted} control groups are left out, beyond {MAX_GROUPS}; those of jobs come first"
             )
         return problems
 

@@ -25,7 +25,7 @@ class Collector(Protocol):
             OSError: Nothing can be read now; counted, and reported by `agent doctor`.
         """
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what does not work here: sentences for the doctor, each with what would help."""
 
 

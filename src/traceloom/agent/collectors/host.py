@@ -33,7 +33,7 @@ class CpuCollector(HostCollector):
             readings.append(Reading("host_load_ratio", (), load / cpu_count))
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: every kernel has these files."""
         return []
 
@@ -107,7 +107,7 @@ class DiskCollector(HostCollector):
             ]
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: a missing file system has no reading."""
         return []
 
@@ -143,7 +143,7 @@ class MemoryCollector(HostCollector):
             readings.append(Reading("oom_kills_total", ("", ""), kills))
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Reports kernels that do not count OOM kills."""
         if self._read_oom_kills() is not None:
             return []
@@ -219,7 +219,7 @@ class NetworkCollector(HostCollector):
                 ]
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: a missing interface has no reading."""
         return []
 
@@ -266,7 +266,7 @@ class RdmaCollector(HostCollector):
                         )
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: most hosts have no such device."""
         return []
 
@@ -286,7 +286,7 @@ class PressureCollector(HostCollector):
         for resource in _PRESSURE_RESOURCES:
             try:
                 text = read(self.proc / "pressure" / resource)
-            except OSError:  # reported by `trouble`; EOPNOTSUPP if disabled
+            except OSError:  # reported by `last_error`; EOPNOTSUPP if disabled
                 continue
             readings += [
                 Reading("host_pressure_seconds_total", (resource, share), stalled_seconds)
@@ -294,7 +294,7 @@ class PressureCollector(HostCollector):
             ]
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Reports kernels without pressure information."""
         try:
             read(self.proc / "pressure" / "cpu")

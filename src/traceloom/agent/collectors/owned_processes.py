@@ -123,9 +123,9 @@ class OwnedProcessCollector:
         readings += _build_job_readings(self.owned.values())
         return readings
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what cannot be read of processes."""
-        return self.looked_at.trouble()
+        return self.looked_at.list_problems()
 
 
 def _build_job_readings(processes: Iterable[Process]) -> Iterator[Reading]:

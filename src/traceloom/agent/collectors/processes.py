@@ -172,7 +172,7 @@ class Processes(HostCollector):
         super().__init__(config)
         self.processes: dict[str, ProcessFacts] = {}
         self.device_pids: frozenset[int] = frozenset()
-        self.left_out = 0  # relevant processes beyond MAX_PROCESSES
+        self.omitted = 0  # relevant processes beyond MAX_PROCESSES
         self.waiting = 0  # processes not examined yet for lack of time
         self._job_variables = JOB_VARIABLES.union(
             variable for variable, field in config.owners.variables.items() if field == "job"
@@ -213,7 +213,7 @@ class Processes(HostCollector):
             its_turn = pid % group_count == rescan_group
             if scan.inode != inode or scan.facts or urgent or its_turn or now < scan.young_until:
                 try:
-                    self._look(pid, scan, booted_ns, now, its_turn)
+                    self._read_process(pid, scan, booted_ns, now, its_turn)
                 except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
                     continue
                 except PermissionError:  # hidden
@@ -230,7 +230,7 @@ class Processes(HostCollector):
                     facts.pid,
                 )
             )
-        self.left_out = max(len(relevant) - MAX_PROCESSES, 0)
+        self.omitted = max(len(relevant) - MAX_PROCESSES, 0)
         self.processes = {facts.key: facts for facts in relevant[:MAX_PROCESSES]}
         readings: list[Reading] = []
         for facts in self.processes.values():
@@ -247,7 +247,7 @@ class Processes(HostCollector):
                 )
         return readings
 
-    def _look(
+    def _read_process(
         self, pid: int, scan: _ProcessScan, booted_ns: int, now: float, its_turn: bool
     ) -> None:
         """Update `scan`: the numbers always, the rest only if it may have changed."""
@@ -371,7 +371,7 @@ class Processes(HostCollector):
             unreadable="; ".join(unreadable),
         )
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what cannot be read of processes here."""
         problems = []
         if denied := sum(scan.denied for scan in self._looks.values()):
@@ -403,9 +403,9 @@ class Processes(HostCollector):
                 "only the processes of this container are seen: start it in the host's pid namespace "
                 "(docker --pid=host, Kubernetes hostPID: true)"
             )
-        if self.left_out:
+        if self.omitted:
             problems.append(
-                f"{self.left_out} processes that matter are left out, beyond {MAX_PROCESSES}; devices come first"
+                f"{self.omitted} processes that matter are left out, beyond {MAX_PROCESSES}; devices come first"
             )
         if self.waiting:
             problems.append(f"{self.waiting} processes are not looked at yet: the next runs do")

@@ -78,7 +78,7 @@ class Scheduler:
         try:
             readings = await asyncio.wait_for(self._in_a_thread(collector), collector.timeout_s)
             self.host_snapshot.put(collector.name, readings, time.time_ns())
-            state.trouble = ""
+            state.last_error = ""
         except (asyncio.TimeoutError, TimeoutError):
             self._failed(
                 collector, state, "timeout", f"gave nothing within {collector.timeout_s:g} s"
@@ -87,13 +87,13 @@ class Scheduler:
             self._failed(collector, state, "error", str(error))
         except Exception as error:
             # A bug in one collector must not end the agent; it is logged with its traceback.
-            if not state.trouble:
+            if not state.last_error:
                 LOG.exception("collector %s has a defect", collector.name)
             self._failed(collector, state, "defect", f"{type(error).__name__}: {error}")
         state.seconds = time.monotonic() - start
         state.runs += 1
         state.ran_ns = time.time_ns()
-        return not state.trouble
+        return not state.last_error
 
     def readings(self) -> list[Reading]:
         """Returns the run times and failures of the collectors."""
@@ -111,9 +111,9 @@ class Scheduler:
         return readings
 
     def _failed(self, collector: Collector, state: CollectorStatus, reason: str, text: str) -> None:
-        if not state.trouble:
+        if not state.last_error:
             LOG.warning("collector %s: %s", collector.name, text)
-        state.trouble = text
+        state.last_error = text
         state.failures[reason] = state.failures.get(reason, 0) + 1
         self.host_snapshot.stale(collector.name)
 

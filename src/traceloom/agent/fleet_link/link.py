@@ -38,16 +38,16 @@ from traceloom.agent.fleet_link.protocol import (
     ClockOffset,
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostDevice,
     HostFile,
     HostProcess,
     HostReport,
     HostWork,
-    ReportAnswer,
+    ReportResponse,
     UsageRow,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.agent.fleet_link.usage import UsageAccumulator, UsageOutbox
 from traceloom.agent.metrics import Reading
@@ -148,7 +148,7 @@ class FleetConnection:
         config: The agent's; `fleet.server` is set.
         state: The directory of its files.
         host_snapshot: The snapshot of the host.
-        desk: Takes requests for traces.
+        trace_service: Takes requests for traces.
         topline: Device time of jobs in the last tick.
         boot_id: Boot id of this host.
 
@@ -161,14 +161,14 @@ class FleetConnection:
         config: Config,
         state: Path,
         host_snapshot: Snapshot,
-        desk: TraceService,
+        trace_service: TraceService,
         topline: JobAccounting,
         boot_id: str,
     ) -> None:
-        self.config, self.host_snapshot, self.desk, self.topline, self.boot_id = (
+        self.config, self.host_snapshot, self.trace_service, self.topline, self.boot_id = (
             config,
             host_snapshot,
-            desk,
+            trace_service,
             topline,
             boot_id,
         )
@@ -176,7 +176,7 @@ class FleetConnection:
         self.backlog = UsageOutbox(state / "usage.db")
         self.minutes = UsageAccumulator()
         self.clock = ServiceClock()
-        self.trouble = ""  # why the last request failed
+        self.last_error = ""  # why the last request failed
         self.host = ""  # its name in the fleet, after enrolment
         # One connection each: a heartbeat waits neither for a long poll nor for an upload.
         self._beats, self._polls, self._uploads = (
@@ -255,11 +255,11 @@ class FleetConnection:
                 OSError,
                 msgspec.MsgspecError,
             ) as error:
-                if str(error) != self.trouble:
+                if str(error) != self.last_error:
                     LOG.warning("fleet: %s", error)
-                self.trouble = str(error)
+                self.last_error = str(error)
             else:
-                self.trouble = ""
+                self.last_error = ""
                 return result
             # Jitter, so that a thousand hosts do not reconnect at once after a restart of the
             # service.
@@ -321,9 +321,9 @@ class FleetConnection:
         if usage and answer.usage_through:
             await asyncio.to_thread(self.backlog.acknowledge, answer.usage_through)
 
-    def _exchange(self, heartbeat: Heartbeat) -> tuple[HeartbeatAnswer, RoundTrip]:
+    def _exchange(self, heartbeat: Heartbeat) -> tuple[HeartbeatResponse, RoundTrip]:
         sent_ns = time.time_ns()
-        answer = self._beats.post(f"agents/{self.host}/heartbeat", heartbeat, HeartbeatAnswer)
+        answer = self._beats.post(f"agents/{self.host}/heartbeat", heartbeat, HeartbeatResponse)
         returned_ns, monotonic_ns = time.time_ns(), time.monotonic_ns()
         return answer, RoundTrip(
             sent_ns, answer.received_ns, answer.answered_ns, returned_ns, monotonic_ns
@@ -369,18 +369,18 @@ class FleetConnection:
                     devices=process.devices,
                     steps_per_second=process.steps_per_second,
                     steps=None
-                    if (pace := self.desk.steps.pace(process.key)) is None
+                    if (pace := self.trace_service.steps.pace(process.key)) is None
                     else pace.steps,
-                    polls=process.key in self.desk.registry.clients,
+                    polls=process.key in self.trace_service.registry.clients,
                     hung=process.owner.job in hung,
                 )
                 for process in list(self.host_snapshot.processes.values())[:MAX_PROCESSES]
             ],
             usage=usage,
-            trouble={
-                name: state.trouble[:256]
+            collector_errors={
+                name: state.last_error[:256]
                 for name, state in self.host_snapshot.collectors.items()
-                if state.trouble
+                if state.last_error
             },
         )
 
@@ -389,14 +389,14 @@ class FleetConnection:
     async def _take_work(self) -> None:
         """Poll for changed work, and start a task for each request in it."""
         route = f"agents/{self.host}/work?version={self._version}&wait={_WAIT_S:g}"
-        answer = await asyncio.to_thread(self._polls.get, route, WorkAnswer)
+        answer = await asyncio.to_thread(self._polls.get, route, WorkResponse)
         self._work = {work.request: work for work in answer.work}
         self._version = answer.version
         for request in self._carried:
             if request not in self._work:
                 traced = self._of_desk(request)
                 if traced is not None and not traced.ended:
-                    self.desk.cancel(traced)
+                    self.trace_service.cancel(traced)
         for request in self._work:
             if request not in self._carried:
                 task = asyncio.create_task(
@@ -427,12 +427,12 @@ class FleetConnection:
             if work.step == "start" or self._of_desk(request) is not None:
                 return None
             try:
-                matching = self.desk.matching(work.wanted, self._may_trace)
+                matching = self.trace_service.matching(work.spec, self._may_trace)
             except HttpError:
                 if time.monotonic() > until:
                     raise
                 matching = []
-            clients = self.desk.registry.clients
+            clients = self.trace_service.registry.clients
             armed = HostReport(
                 state="armed",
                 processes=[
@@ -449,7 +449,7 @@ class FleetConnection:
                             or time.time_ns() - client.first_ns > _IMPORTED_NS
                         ),
                         steps_per_second=process.steps_per_second,
-                        steps=self.desk.steps.total(process.key),
+                        steps=self.trace_service.steps.total(process.key),
                     )
                     for process in matching
                 ],
@@ -472,11 +472,11 @@ class FleetConnection:
         traced = self._of_desk(request)
         if traced is None:
             work = self._work[request]
-            spec = msgspec.structs.replace(work.wanted, at_ns=0 if work.at_step else work.at_ns)
-            traced = await self.desk.submit(
+            spec = msgspec.structs.replace(work.spec, at_ns=0 if work.at_step else work.at_ns)
+            traced = await self.trace_service.submit(
                 spec, f"fleet request {request}", self._may_trace, at_step=work.at_step
             )
-        async for now in self.desk.changes(traced):
+        async for now in self.trace_service.changes(traced):
             await self._report(request, HostReport(state="running", targets=now.targets))
         if not any(target.state == "kept" for target in traced.targets):
             cancelled = all(target.state == "cancelled" for target in traced.targets)
@@ -487,7 +487,7 @@ class FleetConnection:
                 detail=first.detail[:2000],
                 targets=traced.targets,
             )
-        directory = self.desk.places.of_request(traced.uid, traced.id)
+        directory = self.trace_service.places.of_request(traced.uid, traced.id)
         files = await asyncio.to_thread(_list_host_files, directory, traced.files)
         report = HostReport(state="uploading", targets=traced.targets, files=files)
         for _ in range(_MAX_UPLOADS):
@@ -506,7 +506,7 @@ class FleetConnection:
                         ServiceError,
                         OSError,
                     ) as error:  # the service lists it as missing in its next answer
-                        self.trouble = str(error)
+                        self.last_error = str(error)
                         await asyncio.sleep(_FIRST_RETRY_S)
         reason = "files did not arrive whole, though they were sent several times"
         return msgspec.structs.replace(
@@ -519,23 +519,25 @@ class FleetConnection:
         """
         return next(
             (
-                desk_request
-                for desk_request in self.desk.requests.values()
-                if desk_request.who == f"fleet request {request}"
+                trace_request
+                for trace_request in self.trace_service.requests.values()
+                if trace_request.who == f"fleet request {request}"
             ),
             None,
         )
 
-    async def _report(self, request: str, report: HostReport) -> ReportAnswer:
+    async def _report(self, request: str, report: HostReport) -> ReportResponse:
         """Send a report, with retries until the service is reached; a permanent refusal is an
         error.
         """
 
-        async def tell() -> ReportAnswer:
+        async def tell() -> ReportResponse:
             route = f"agents/{self.host}/requests/{request}"
             try:
                 async with self._uploading:
-                    return await asyncio.to_thread(self._uploads.post, route, report, ReportAnswer)
+                    return await asyncio.to_thread(
+                        self._uploads.post, route, report, ReportResponse
+                    )
             except ServiceError as error:
                 if 400 <= error.status < 500 and error.status != 429:
                     raise HttpError(error.status, str(error), slug=error.slug) from error

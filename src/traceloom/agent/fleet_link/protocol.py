@@ -131,10 +131,10 @@ class Heartbeat(FleetMessage, frozen=True, kw_only=True):
     devices: Annotated[list[HostDevice], Meta(max_length=1024)] = []
     processes: Annotated[list[HostProcess], Meta(max_length=MAX_PROCESSES)] = []
     usage: Annotated[list[UsageRow], Meta(max_length=100_000)] = []
-    trouble: dict[str, str] = {}  # collector -> why it gives nothing
+    collector_errors: dict[str, str] = {}  # collector -> why it gives nothing
 
 
-class HeartbeatAnswer(FleetMessage, frozen=True, kw_only=True):
+class HeartbeatResponse(FleetMessage, frozen=True, kw_only=True):
     """When it came and when this was sent, by the service's clock; `usage_through`: the last minute
     that is kept.
     """
@@ -149,26 +149,26 @@ class HostWork(FleetMessage, frozen=True, kw_only=True):
 
     `arm`: find the processes and say when they are ready. `start`: begin at `at_ns` (of the host's
     clock; 0: at once), and upload what is kept; or with the step `at_step` of each process, where
-    that is not 0. Work that is offered no more is stopped. `wanted.at_ns` is not used. `start`:
+    that is not 0. Work that is offered no more is stopped. `spec.at_ns` is not used. `start`:
     with what it is to begin, if that can be.
     """
 
     request: Annotated[str, Meta(max_length=64, pattern=IDENTITY)]
     step: WorkStep
-    wanted: TraceSpec
+    spec: TraceSpec
     start: StartBy = "instant"
     at_ns: NonNegativeInt = 0
     at_step: NonNegativeInt = 0
 
 
-class WorkAnswer(FleetMessage, frozen=True, kw_only=True):
+class WorkResponse(FleetMessage, frozen=True, kw_only=True):
     """All work of the host that has not ended; `version` changes with it."""
 
     version: str
     work: list[HostWork] = []
 
 
-class ReportAnswer(FleetMessage, frozen=True, kw_only=True):
+class ReportResponse(FleetMessage, frozen=True, kw_only=True):
     """What the service has not got yet of the files that were said: to be sent, each under its
     name.
     """

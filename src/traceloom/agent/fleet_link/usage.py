@@ -178,7 +178,7 @@ class UsageOutbox:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lost = 0  # minutes that expired unacknowledged, or could not be written
-        self.trouble = ""  # why the last write failed
+        self.last_error = ""  # why the last write failed
 
     def put(self, minutes: Mapping[int, list[UsageRow]]) -> None:
         """Keep minutes until they are acknowledged."""
@@ -194,10 +194,10 @@ class UsageOutbox:
                     (_MAX_WAITING_MINUTES,),
                 )
                 self.lost += excess.rowcount
-            self.trouble = ""
+            self.last_error = ""
         except (sqlite3.Error, OSError, InputError) as error:
             self.lost += len(minutes)
-            self.trouble = f"{self.path}: {error}"
+            self.last_error = f"{self.path}: {error}"
 
     def oldest(self) -> list[UsageRow]:
         """Returns the rows of the oldest minutes, as many as fit into a heartbeat.

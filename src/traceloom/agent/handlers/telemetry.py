@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
 
-from traceloom.agent import api as forms
-from traceloom.agent import history
-from traceloom.agent.api import AgentInterface, ValueAnswer
+from traceloom.agent import api as forms, history
+from traceloom.agent.api import AgentInterface, ValueResponse
 from traceloom.agent.handlers.traces import build_hangs_answer, build_triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.ownership.model import Process
@@ -102,33 +101,33 @@ async def _get_health(agent_request: AgentRequest) -> forms.Health:
     )
 
 
-async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorAnswer:
+async def _get_doctor_report(agent_request: AgentRequest) -> forms.DoctorResponse:
     checks = await agent_request.agent.doctor()
     if agent_request.peer.sees != "all":  # they may name processes of any user
         checks = [check for check in checks if check.area != "jobs"]
-    return forms.DoctorAnswer(checks=checks)
+    return forms.DoctorResponse(checks=checks)
 
 
-def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[ValueAnswer]]:
+def _group_values_by_label(view: VisibleSnapshot, label: str) -> dict[str, list[ValueResponse]]:
     """Returns the visible series by the value of one of their labels, without those that are only
     descriptive.
     """
-    values_by_label: dict[str, list[ValueAnswer]] = defaultdict(list)
+    values_by_label: dict[str, list[ValueResponse]] = defaultdict(list)
     for (name, values), value, at_ns in view.values():
         metric = METRICS[name]
         if metric.kind != "info" and label in metric.labels:
             labels = {key: text for key, text in zip(metric.labels, values, strict=True) if text}
             values_by_label[labels.get(label, "")].append(
-                ValueAnswer(metric=metric.full_name, labels=labels, value=value, at_ns=at_ns)
+                ValueResponse(metric=metric.full_name, labels=labels, value=value, at_ns=at_ns)
             )
     return values_by_label
 
 
-async def _list_devices(agent_request: AgentRequest) -> forms.DevicesAnswer:
+async def _list_devices(agent_request: AgentRequest) -> forms.DevicesResponse:
     view, values = agent_request.view, _group_values_by_label(agent_request.view, "device")
-    return forms.DevicesAnswer(
+    return forms.DevicesResponse(
         devices=[
-            forms.DeviceAnswer(
+            forms.DeviceResponse(
                 **msgspec.structs.asdict(device)
                 | ({} if agent_request.peer.sees == "all" else {"owner": {}}),
                 values=values[uuid],
@@ -148,10 +147,10 @@ async def _list_devices(agent_request: AgentRequest) -> forms.DevicesAnswer:
     )
 
 
-async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesAnswer:
+async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesResponse:
     view, values = agent_request.view, _group_values_by_label(agent_request.view, "process")
     rows = [
-        forms.ProcessAnswer(
+        forms.ProcessResponse(
             key=key,
             pid=p.pid,
             parent_pid=p.parent_pid,
@@ -164,17 +163,17 @@ async def _list_processes(agent_request: AgentRequest) -> forms.ProcessesAnswer:
             steps_per_second=p.steps_per_second,
             hung_since_ns=agent_request.agent.hangs.hung_since_ns(key),
             unreadable=p.unreadable,
-            owner=forms.OwnerAnswer(**msgspec.structs.asdict(p.owner)),
+            owner=forms.OwnerResponse(**msgspec.structs.asdict(p.owner)),
             values=values[key],
         )
         for key, p in view.processes.items()
     ]
-    return forms.ProcessesAnswer(
+    return forms.ProcessesResponse(
         processes=rows, hidden=len(agent_request.agent.host_snapshot.processes) - len(rows)
     )
 
 
-async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
+async def _list_jobs(agent_request: AgentRequest) -> forms.JobsResponse:
     view, values = agent_request.view, _group_values_by_label(agent_request.view, "job")
     processes_by_job: dict[str, list[Process]] = defaultdict(list)
     for process in view.processes.values():
@@ -201,7 +200,7 @@ async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
             )
         }
         rows.append(
-            forms.JobAnswer(
+            forms.JobResponse(
                 job=job,
                 **job_fields,
                 values=values[job],
@@ -218,10 +217,10 @@ async def _list_jobs(agent_request: AgentRequest) -> forms.JobsAnswer:
     all_jobs = {
         p.owner.job for p in agent_request.agent.host_snapshot.processes.values() if p.owner.job
     }
-    return forms.JobsAnswer(jobs=rows, hidden=len(all_jobs) - len(rows))
+    return forms.JobsResponse(jobs=rows, hidden=len(all_jobs) - len(rows))
 
 
-async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryAnswer:
+async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryResponse:
     parameters = agent_request.parameters(forms.QueryParameters)
     name = parameters.metric.removeprefix(PREFIX)
     metric = METRICS.get(name)
@@ -256,7 +255,7 @@ async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryAnswe
             slug="too-many-values",
             hint="take a shorter time, `by` or `where`",
         )
-    return forms.QueryAnswer(
+    return forms.QueryResponse(
         metric=metric.full_name,
         kind=metric.kind,
         unit=history.get_unit(name, raw=parameters.raw),
@@ -266,7 +265,7 @@ async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryAnswe
     )
 
 
-async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
+async def _list_events(agent_request: AgentRequest) -> forms.EventsResponse:
     try:
         parameters = msgspec.convert(
             dict(agent_request.request.query_params), forms.EventParameters
@@ -275,7 +274,7 @@ async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
         raise make_bad_request(str(error)) from error
     since_ns = parse_time(parameters.since, time.time_ns())
     events = [
-        forms.EventAnswer(
+        forms.EventResponse(
             at_ns=event.at_ns,
             kind=event.kind,
             text=event.text,
@@ -291,7 +290,7 @@ async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
             else f", which may have {units.format_size(kill.limit_bytes)}"
         )
         events.append(
-            forms.EventAnswer(
+            forms.EventResponse(
                 at_ns=kill.at_ns,
                 kind="oom-kill",
                 cgroup=kill.cgroup,
@@ -300,7 +299,7 @@ async def _list_events(agent_request: AgentRequest) -> forms.EventsAnswer:
                 text=f"{units.format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}{limit}",
             )
         )
-    return forms.EventsAnswer(
+    return forms.EventsResponse(
         events=sorted(
             (event for event in events if event.at_ns >= since_ns), key=attrgetter("at_ns")
         )
@@ -314,15 +313,15 @@ def read_boot_id() -> str:
     return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
-async def _pause_counters(agent_request: AgentRequest) -> forms.PauseAnswer:
+async def _pause_counters(agent_request: AgentRequest) -> forms.PauseResponse:
     body = await agent_request.body(forms.PauseBody)
     until_ns = time.time_ns() + int(body.seconds * 1e9)
-    return forms.PauseAnswer(
+    return forms.PauseResponse(
         paused=await agent_request.agent.pause(body.seconds), until_ns=until_ns
     )
 
 
-async def _receive_steps(agent_request: AgentRequest) -> forms.StepsAnswer:
+async def _receive_steps(agent_request: AgentRequest) -> forms.StepsResponse:
     if agent_request.peer.pid is None or agent_request.peer.uid is None:
         raise HttpError(
             403,
@@ -332,10 +331,10 @@ async def _receive_steps(agent_request: AgentRequest) -> forms.StepsAnswer:
         )
     body = await agent_request.body(forms.StepsBody)
     agent_request.agent.steps(agent_request.peer.pid, agent_request.peer.uid, body)
-    return forms.StepsAnswer(steps=len(body.steps))
+    return forms.StepsResponse(steps=len(body.steps))
 
 
-async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceAnswer:
+async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceResponse:
     if agent_request.peer.uid is None:
         raise HttpError(
             403,
@@ -354,7 +353,7 @@ async def _analyze_job_trace(agent_request: AgentRequest) -> forms.TraceAnswer:
     if not Path(form.path).is_absolute():
         raise make_bad_request("`path` is not absolute")
     facts = await agent_request.agent.learn(form.job, form.path, agent_request.peer.uid)
-    return forms.TraceAnswer(job=form.job, **msgspec.structs.asdict(facts))
+    return forms.TraceResponse(job=form.job, **msgspec.structs.asdict(facts))
 
 
 def _build_trace_permission_check(agent_request: AgentRequest) -> Callable[[int], bool]:
@@ -382,30 +381,36 @@ def _find_own_request(agent_request: AgentRequest) -> TraceRequest:
         HttpError: `no-such-request`: there is none, or it is about another user's processes.
     """
     may_trace = _build_trace_permission_check(agent_request)
-    request = agent_request.agent.desk.requests.get(agent_request.request.path_params["id"])
+    request = agent_request.agent.trace_service.requests.get(
+        agent_request.request.path_params["id"]
+    )
     if request is None or not may_trace(request.uid):
         raise HttpError(404, "there is no such request of yours", slug="no-such-request")
     return request
 
 
-async def _list_requests(agent_request: AgentRequest) -> forms.RequestsAnswer:
+async def _list_requests(agent_request: AgentRequest) -> forms.RequestsResponse:
     may_trace = _build_trace_permission_check(agent_request)
     own_requests = [
-        request for request in agent_request.agent.desk.requests.values() if may_trace(request.uid)
+        request
+        for request in agent_request.agent.trace_service.requests.values()
+        if may_trace(request.uid)
     ]
-    return forms.RequestsAnswer(
+    return forms.RequestsResponse(
         requests=[
-            forms.RequestAnswer(**msgspec.structs.asdict(request)) for request in own_requests
+            forms.RequestResponse(**msgspec.structs.asdict(request)) for request in own_requests
         ]
     )
 
 
-async def _submit_request(agent_request: AgentRequest) -> forms.RequestAnswer:
+async def _submit_request(agent_request: AgentRequest) -> forms.RequestResponse:
     may_trace = _build_trace_permission_check(agent_request)
     spec = await agent_request.body(TraceSpec)
     spec_fields = msgspec.to_builtins(spec)
     try:
-        request = await agent_request.agent.desk.submit(spec, agent_request.peer.name, may_trace)
+        request = await agent_request.agent.trace_service.submit(
+            spec, agent_request.peer.name, may_trace
+        )
     except HttpError as refusal:
         agent_request.agent.acts(
             agent_request.peer.name,
@@ -413,7 +418,7 @@ async def _submit_request(agent_request: AgentRequest) -> forms.RequestAnswer:
             "/api/v1/requests",
             allowed=False,
             why=refusal.slug,
-            wanted=spec_fields,
+            spec=spec_fields,
         )
         raise
     pids = sorted({target.pid for target in request.targets})
@@ -425,14 +430,14 @@ async def _submit_request(agent_request: AgentRequest) -> forms.RequestAnswer:
         request=request.id,
         of=request.uid,
         pids=pids,
-        wanted=spec_fields,
+        spec=spec_fields,
     )
-    return forms.RequestAnswer(**msgspec.structs.asdict(request))
+    return forms.RequestResponse(**msgspec.structs.asdict(request))
 
 
-async def _cancel_request(agent_request: AgentRequest) -> forms.RequestAnswer:
+async def _cancel_request(agent_request: AgentRequest) -> forms.RequestResponse:
     request = _find_own_request(agent_request)
-    agent_request.agent.desk.cancel(request)
+    agent_request.agent.trace_service.cancel(request)
     agent_request.agent.acts(
         agent_request.peer.name,
         agent_request.peer.pid,
@@ -441,14 +446,14 @@ async def _cancel_request(agent_request: AgentRequest) -> forms.RequestAnswer:
         request=request.id,
         cancels=True,
     )
-    return forms.RequestAnswer(**msgspec.structs.asdict(request))
+    return forms.RequestResponse(**msgspec.structs.asdict(request))
 
 
 async def _watch_request(agent_request: AgentRequest) -> Response:
     request = _find_own_request(agent_request)
 
     async def events() -> AsyncIterator[bytes]:
-        async for updated_request in agent_request.agent.desk.changes(request):
+        async for updated_request in agent_request.agent.trace_service.changes(request):
             yield b"event: request\ndata: " + msgspec.json.encode(updated_request) + b"\n\n"
 
     return StreamingResponse(
@@ -456,15 +461,15 @@ async def _watch_request(agent_request: AgentRequest) -> Response:
     )
 
 
-async def _get_environment(agent_request: AgentRequest) -> forms.EnvironmentAnswer:
+async def _get_environment(agent_request: AgentRequest) -> forms.EnvironmentResponse:
     if agent_request.peer.uid is None:
         raise HttpError(403, "this is told over the unix socket alone", slug="not-allowed")
-    return forms.EnvironmentAnswer(
+    return forms.EnvironmentResponse(
         variables=agent_request.agent.environment(agent_request.peer.uid)
     )
 
 
-async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
+async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksResponse:
     parameters = agent_request.parameters(forms.StacksParameters)
     if bool(parameters.job) == bool(parameters.pid):
         raise make_bad_request("it takes either `job` or `pid`")
@@ -501,7 +506,7 @@ async def _collect_stacks(agent_request: AgentRequest) -> forms.StacksAnswer:
             403, "stacks are for whose the processes are, and for root", slug="not-allowed"
         )
     stacks = await agent_request.agent.stacks(processes, native=parameters.native)
-    return forms.StacksAnswer(
+    return forms.StacksResponse(
         at_ns=time.time_ns(), sentence=stacks.sentence, groups=stacks.groups, unseen=stacks.unseen
     )
 
@@ -518,37 +523,37 @@ ROUTES = (
         path="/api/v1/status",
         summary="The agent and how it fares",
         answers=lambda asked: msgspec.structs.replace(asked.agent.status(), you=asked.peer.sees),
-        answer=forms.StatusAnswer,
+        answer=forms.StatusResponse,
     ),
     Route(
         path="/api/v1/doctor",
         summary="What works on this host, what not, and what would help",
         answers=_get_doctor_report,
-        answer=forms.DoctorAnswer,
+        answer=forms.DoctorResponse,
     ),
     Route(
         path="/api/v1/devices",
         summary="Devices, what is measured of them now, and who is on them",
         answers=_list_devices,
-        answer=forms.DevicesAnswer,
+        answer=forms.DevicesResponse,
     ),
     Route(
         path="/api/v1/processes",
         summary="Processes that matter, and whose they are",
         answers=_list_processes,
-        answer=forms.ProcessesAnswer,
+        answer=forms.ProcessesResponse,
     ),
     Route(
         path="/api/v1/jobs",
         summary="Jobs, as far as they are on this host",
         answers=_list_jobs,
-        answer=forms.JobsAnswer,
+        answer=forms.JobsResponse,
     ),
     Route(
         path="/api/v1/query",
         summary="What a metric was",
         answers=_query_metric_history,
-        answer=forms.QueryAnswer,
+        answer=forms.QueryResponse,
         parameters=forms.QueryParameters,
         refuses=(400, 404),
     ),
@@ -556,7 +561,7 @@ ROUTES = (
         path="/api/v1/events",
         summary="What happened: errors of devices, processes killed for want of memory",
         answers=_list_events,
-        answer=forms.EventsAnswer,
+        answer=forms.EventsResponse,
         parameters=forms.EventParameters,
         refuses=(400,),
     ),
@@ -564,7 +569,7 @@ ROUTES = (
         path="/api/v1/stacks",
         summary="What all threads of a process or a job do now, equal stacks together",
         answers=_collect_stacks,
-        answer=forms.StacksAnswer,
+        answer=forms.StacksResponse,
         parameters=forms.StacksParameters,
         refuses=(400, 403, 404, 429),
     ),
@@ -577,23 +582,23 @@ ROUTES = (
             asked.peer,
             asked.view.jobs,
         ),
-        answer=forms.HangsAnswer,
+        answer=forms.HangsResponse,
         parameters=forms.HangParameters,
         refuses=(400,),
     ),
     Route(
         path="/api/v1/clock",
         summary="The clocks of this host",
-        answers=lambda _: forms.ClockAnswer(
+        answers=lambda _: forms.ClockResponse(
             wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns(), boot_id=read_boot_id()
         ),
-        answer=forms.ClockAnswer,
+        answer=forms.ClockResponse,
     ),
     Route(
         path="/api/v1/counters/pause",
         summary="Let go of hardware counters for another profiler",
         answers=_pause_counters,
-        answer=forms.PauseAnswer,
+        answer=forms.PauseResponse,
         method="POST",
         body=forms.PauseBody,
         refuses=(400, 403, 413),
@@ -603,7 +608,7 @@ ROUTES = (
         path="/api/v1/steps",
         summary="Tell the steps that this process finished",
         answers=_receive_steps,
-        answer=forms.StepsAnswer,
+        answer=forms.StepsResponse,
         method="POST",
         body=forms.StepsBody,
         refuses=(400, 403, 413),
@@ -612,7 +617,7 @@ ROUTES = (
         path="/api/v1/traces",
         summary="Judge a job by a trace of it: FLOPs per step, element types, roofline, bytes copied",
         answers=_analyze_job_trace,
-        answer=forms.TraceAnswer,
+        answer=forms.TraceResponse,
         method="POST",
         body=forms.TraceBody,
         refuses=(400, 403, 404, 413, 429),
@@ -621,7 +626,7 @@ ROUTES = (
         path="/api/v1/environment",
         summary="The variables that prepare a job for traces on demand",
         answers=_get_environment,
-        answer=forms.EnvironmentAnswer,
+        answer=forms.EnvironmentResponse,
         refuses=(403, 503),
     ),
     Route(
@@ -630,20 +635,20 @@ ROUTES = (
         answers=lambda asked: build_triggers_answer(
             asked.agent.triggers, asked.agent.config.trigger_budget, asked.peer
         ),
-        answer=forms.TriggersAnswer,
+        answer=forms.TriggersResponse,
     ),
     Route(
         path="/api/v1/requests",
         summary="Requests for traces of your processes",
         answers=_list_requests,
-        answer=forms.RequestsAnswer,
+        answer=forms.RequestsResponse,
         refuses=(403,),
     ),
     Route(
         path="/api/v1/requests",
         summary="Ask for a trace",
         answers=_submit_request,
-        answer=forms.RequestAnswer,
+        answer=forms.RequestResponse,
         method="POST",
         body=TraceSpec,
         refuses=(400, 403, 404, 413, 503),
@@ -651,17 +656,17 @@ ROUTES = (
     Route(
         path="/api/v1/requests/{id}",
         summary="How far a request is",
-        answers=lambda asked: forms.RequestAnswer(
+        answers=lambda asked: forms.RequestResponse(
             **msgspec.structs.asdict(_find_own_request(asked))
         ),
-        answer=forms.RequestAnswer,
+        answer=forms.RequestResponse,
         refuses=(403, 404),
     ),
     Route(
         path="/api/v1/requests/{id}",
         summary="Cancel a request",
         answers=_cancel_request,
-        answer=forms.RequestAnswer,
+        answer=forms.RequestResponse,
         method="DELETE",
         refuses=(403, 404),
     ),
@@ -676,7 +681,9 @@ ROUTES = (
         path="/api/v1/requests/{id}/files/{name}",
         summary="A file of a request",
         answers=lambda asked: FileResponse(
-            asked.agent.desk.file(_find_own_request(asked), asked.request.path_params["name"]),
+            asked.agent.trace_service.file(
+                _find_own_request(asked), asked.request.path_params["name"]
+            ),
             media_type="application/octet-stream",
         ),
         content="application/octet-stream",

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from traceloom.agent.api import (
-    HangAnswer,
-    HangsAnswer,
-    LastFiringAnswer,
-    LastRefusalAnswer,
-    TriggerAnswer,
-    TriggersAnswer,
+    HangResponse,
+    HangsResponse,
+    LastFiringResponse,
+    LastRefusalResponse,
+    TriggerResponse,
+    TriggersResponse,
 )
 from traceloom.agent.config import TriggerBudget
 from traceloom.agent.hangs.service import HangRecord, HangService
@@ -23,14 +23,14 @@ from traceloom.server.access import Caller
 
 
 def build_hangs_answer(
-    desk: HangService, job: str, peer: Caller, jobs: Collection[str]
-) -> HangsAnswer:
+    hangs: HangService, job: str, peer: Caller, jobs: Collection[str]
+) -> HangsResponse:
     """Returns the visible hangs of one job or ("") of all, and which of their jobs are watched."""
 
-    def shown(record: HangRecord) -> HangAnswer:
+    def shown(record: HangRecord) -> HangResponse:
         # As for stacks: a token that only reads does not see those of others.
         full = peer.acts or peer.uid == record.hang.uid
-        return HangAnswer(
+        return HangResponse(
             id=record.id,
             job=record.hang.job,
             uid=record.hang.uid,
@@ -47,11 +47,11 @@ def build_hangs_answer(
             no_bundle=record.no_bundle,
         )
 
-    return HangsAnswer(
-        watched=sorted({key.job for key in desk.watch.stepping if key.job in jobs}),
+    return HangsResponse(
+        watched=sorted({key.job for key in hangs.watch.stepping if key.job in jobs}),
         hangs=[
             shown(record)
-            for record in desk.records
+            for record in hangs.records
             if (peer.sees == "all" or (peer.sees == "own" and peer.uid == record.hang.uid))
             and job in ("", record.hang.job)
         ],
@@ -60,7 +60,7 @@ def build_hangs_answer(
 
 def build_triggers_answer(
     triggers: TriggerEngine, budget: TriggerBudget, peer: Caller
-) -> TriggersAnswer:
+) -> TriggersResponse:
     """Returns all rules, with the details that the caller may see."""
 
     def own(last: LastFiring | LastRefusal | None) -> dict[str, Any] | None:
@@ -72,12 +72,12 @@ def build_triggers_answer(
             name: value for name, value in msgspec.structs.asdict(last).items() if name != "uid"
         }
 
-    problems, rules = triggers.trouble(), []
+    problems, rules = triggers.list_problems(), []
     for name, rule in triggers.rules.items():
         counts = triggers.counts[name]
         last, refusal = own(counts.last), own(counts.last_refusal)
         rules.append(
-            TriggerAnswer(
+            TriggerResponse(
                 name=name,
                 on=get_rule_kind(rule),
                 target=rule.target,
@@ -86,16 +86,16 @@ def build_triggers_answer(
                 refusals=dict(counts.refusals),
                 traced_seconds=counts.traced_seconds,
                 kept_bytes=counts.kept_bytes,
-                last=LastFiringAnswer(**last) if last else None,
-                last_refusal=LastRefusalAnswer(**refusal) if refusal else None,
-                trouble=problems.get(name, ""),
+                last=LastFiringResponse(**last) if last else None,
+                last_refusal=LastRefusalResponse(**refusal) if refusal else None,
+                problem=problems.get(name, ""),
                 rule=rule if peer.sees == "all" else None,
             )
         )
-    return TriggersAnswer(
+    return TriggersResponse(
         rules=rules,
         share=budget.share,
         bytes_per_day=int(budget.mb_per_day * 1e6),
         bytes_left=max(triggers.ledger.bytes_left(triggers.now_ns), 0),
-        trouble=triggers.store.trouble,
+        last_error=triggers.store.last_error,
     )

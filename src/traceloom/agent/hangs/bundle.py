@@ -117,7 +117,7 @@ class HangContext(msgspec.Struct, frozen=True, kw_only=True):
 class HangReport(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `hang.json`.
 
-    `ranks`: those that the others wait for; `left_out`: file -> why it is missing.
+    `ranks`: those that the others wait for; `omitted`: file -> why it is missing.
     """
 
     format: str = "traceloom-hang"
@@ -138,7 +138,7 @@ class HangReport(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[HungDevice, ...]
     events: tuple[HangEvent, ...]
     files: tuple[str, ...] = ()
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
 
 
 class _FlightRecords(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,13 +157,13 @@ class _BundleDirectory:
     def __init__(self, directory: Path, max_bytes: int) -> None:
         self.directory, self.room = directory, max_bytes
         self.files: list[str] = []
-        self.left_out: dict[str, str] = {}
+        self.omitted: dict[str, str] = {}
 
     def put(self, name: str, content: bytes) -> Path | None:
         """Write a new file; returns None if it does not fit."""
         if len(content) > self.room:
-            self.left_out[name] = (
-                f"it has {units.format_size(len(content))}, and the bundle would be larger than `most_mb`"
+            self.omitted[name] = (
+                f"it has {units.format_size(len(content))}, and the bundle would be larger than `max_mb`"
             )
             return None
         path = write_new_file(self.directory / name, content)
@@ -259,7 +259,7 @@ async def write_bundle(
             for process in processes
         ),
         files=(*bundle.files, "hang.json", "hang.md"),
-        left_out=bundle.left_out,
+        omitted=bundle.omitted,
     )
     document = msgspec.json.format(msgspec.json.encode(report), indent=2)
     await asyncio.to_thread(write_new_file, directory / "hang.json", document)
@@ -493,8 +493,8 @@ def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _Hang
     size = path.stat().st_size
     if size > bundle.room:
         path.unlink()
-        bundle.left_out[path.name] = (
-            f"it has {units.format_size(size)}, and the bundle would be larger than `most_mb`"
+        bundle.omitted[path.name] = (
+            f"it has {units.format_size(size)}, and the bundle would be larger than `max_mb`"
         )
         return
     bundle.room -= size
@@ -566,7 +566,7 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
     parts += [
         "## Files",
         _format_code_block(
-            (*report.files, *(f"{name}: {reason}" for name, reason in report.left_out.items()))
+            (*report.files, *(f"{name}: {reason}" for name, reason in report.omitted.items()))
         ),
     ]
     return "\n\n".join(parts) + "\n"

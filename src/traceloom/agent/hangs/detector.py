@@ -120,12 +120,12 @@ class HangDetector:
     def __init__(self, settings: Hangs, alive: Callable[[str], bool] = lambda _: False) -> None:
         self.settings, self.alive = settings, alive
         self.hangs: dict[JobKey, Hang] = {}  # current hangs
-        self.over: list[HangEnd] = []  # ended since the previous call of `look`
+        self.over: list[HangEnd] = []  # ended since the previous call of `check`
         self.stepping: set[JobKey] = set()  # jobs with known steps, whose hangs can be detected
         self._jobs: dict[JobKey, _WatchedJob] = {}
         self._looked, self._woke = 0.0, 0.0
 
-    def look(
+    def check(
         self,
         now: float,
         now_ns: int,

@@ -124,7 +124,7 @@ class HangService:
         self.records: list[HangRecord] = []  # oldest first
         # Called when a hang is confirmed, and when it is over.
         self.listeners: list[Callable[[HangRecord], None]] = []
-        self.trouble = ""  # why the state could not be written
+        self.last_error = ""  # why the state could not be written
         self._open: dict[JobKey, str] = {}  # job that hangs -> id
         self._counts: Counter[str] = Counter()
         self._resumed: dict[str, StepPace] = {}  # of processes not seen yet since the restart
@@ -168,7 +168,7 @@ class HangService:
         if self.config.hangs.watch:
             await asyncio.to_thread(self._write, self._document())
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check all jobs; called about once a second."""
         sheet = self.host_snapshot.results.get("processes")
         if not self.config.hangs.watch or sheet is None:
@@ -180,7 +180,7 @@ class HangService:
             if metric == "process_disk_bytes_total":
                 disk[labels[0]] = disk.get(labels[0], 0.0) + value
         now, now_ns = time.monotonic(), time.time_ns()
-        new = self.watch.look(now, now_ns, self.host_snapshot.processes.values(), self.steps, disk)
+        new = self.watch.check(now, now_ns, self.host_snapshot.processes.values(), self.steps, disk)
         for hang, recovered in self.watch.over:
             if (number := self._open.pop(hang.key, None)) is not None:
                 state: State = "recovered" if recovered else "ended"
@@ -270,7 +270,7 @@ class HangService:
                 scene = await self._scene(hang, processes)
                 directory = await asyncio.to_thread(self.places.prepare_hang, hang.uid, number)
                 report = await write_bundle(
-                    hang, scene, directory, int(self.config.hangs.most_mb * 1e6)
+                    hang, scene, directory, int(self.config.hangs.max_mb * 1e6)
                 )
                 await asyncio.to_thread(self.places.hand_over, hang.uid, directory)
                 record = self._replace(
@@ -414,7 +414,7 @@ class HangService:
             (path for path in parent.iterdir() if path.is_dir() and not path.is_symlink()),
             reverse=True,
         )
-        for path in bundles[self.config.hangs.most_bundles_per_user :]:
+        for path in bundles[self.config.hangs.max_bundles_per_user :]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _document(self) -> bytes:
@@ -444,11 +444,11 @@ class HangService:
                 file.write(document)
             temporary.replace(self.path)
         except OSError as error:
-            self.trouble = f"{self.path}: {(error.strerror or str(error)).lower()}"
+            self.last_error = f"{self.path}: {(error.strerror or str(error)).lower()}"
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             return
-        self.trouble, self._written = "", document
+        self.last_error, self._written = "", document
 
 
 def _measure_processor_s(process: Process) -> float:

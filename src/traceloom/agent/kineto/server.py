@@ -295,7 +295,7 @@ class KinetoSockets:
         self.malformed = 0  # datagrams that are not libkineto's
         self.strangers = 0  # datagrams and addresses of others than the directory's user
         self.dropped = 0  # replies that a client did not read
-        self.trouble = ""  # why there are no sockets
+        self.last_error = ""  # why there are no sockets
         self._bound = bound
         self._sockets: dict[int | None, UserSocket] = {}  # by user; None: the abstract one
         self._hellos = 0
@@ -305,7 +305,7 @@ class KinetoSockets:
         """Create the directory, and the sockets of the agent's user and of all users of an earlier
         agent.
 
-        Errors are stored in `trouble`: the agent continues.
+        Errors are stored in `last_error`: the agent continues.
         """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -315,7 +315,7 @@ class KinetoSockets:
                 or not stat.S_ISDIR(status.st_mode)
                 or status.st_mode & 0o022
             ):
-                self.trouble = f"{self.root} can be written by others, so no socket is put there"
+                self.last_error = f"{self.root} can be written by others, so no socket is put there"
             else:
                 self._lock = os.open(
                     self.root / ".lock",
@@ -325,18 +325,18 @@ class KinetoSockets:
                 try:  # the kernel releases the lock of an agent that has ended
                     fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    self.trouble = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
-            if self.abstract and not self.trouble:
+                    self.last_error = f"another agent has the sockets in {self.root}; `paths.kineto` names another place"
+            if self.abstract and not self.last_error:
                 self._listen(None, None)
-            if not self.trouble:
+            if not self.last_error:
                 # Their jobs still poll there.
                 before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}
                 for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
                     self.prepare(uid)
         except (OSError, OutputError) as error:
-            self.trouble = str(error)
-        if self.trouble:
-            LOG.warning("no traces on demand: %s", self.trouble)
+            self.last_error = str(error)
+        if self.last_error:
+            LOG.warning("no traces on demand: %s", self.last_error)
 
     def prepare(self, uid: int) -> Path:
         """Returns the directory of a user with the agent's socket in it, created if necessary.
@@ -347,8 +347,8 @@ class KinetoSockets:
         directory = self.root / str(uid)
         if uid in self._sockets:
             return directory
-        if self.trouble:
-            raise OutputError(self.trouble, slug="socket-unusable")
+        if self.last_error:
+            raise OutputError(self.last_error, slug="socket-unusable")
         if len(os.fsencode(directory)) + 1 + _MAX_CLIENT_CHARS > _MAX_PATH_BYTES:
             raise OutputError(
                 "the name is too long for sockets below it",

@@ -158,7 +158,7 @@ class ContainerLocation(msgspec.Struct, frozen=True):
     container: str
 
 
-class KubeletAnswer(msgspec.Struct, frozen=True):
+class KubeletResponse(msgspec.Struct, frozen=True):
     """The kubelet's response while these containers existed; it has no information about later
     ones.
     """
@@ -180,7 +180,7 @@ class Kubelet:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         self.timeout_s = config.collect.timeouts.get(self.name, 3 * KUBELET_TIMEOUT_S)
         self.places: frozenset[ContainerLocation] = frozenset()
-        self.answer = KubeletAnswer()
+        self.answer = KubeletResponse()
         self._socket = Path(config.owners.kubelet) if config.owners.kubelet else None
         self._asked: frozenset[ContainerLocation] = frozenset()  # locations at the last query
         self._error = ""  # why that query failed
@@ -195,7 +195,7 @@ class Kubelet:
         """
         locations = self.places
         if not locations or self._socket is None or not self._socket.exists():
-            self.answer = KubeletAnswer()
+            self.answer = KubeletResponse()
             return []
         appeared = not locations <= self._asked
         if appeared or time.monotonic() >= self._next:
@@ -206,7 +206,7 @@ class Kubelet:
                     "pod-resources", timeout_s=2 * KUBELET_TIMEOUT_S, socket=str(self._socket)
                 )
                 self.answer, self._error = (
-                    KubeletAnswer(tuple(msgspec.convert(rows, list[PodContainer])), locations),
+                    KubeletResponse(tuple(msgspec.convert(rows, list[PodContainer])), locations),
                     "",
                 )
             except TraceloomError as error:
@@ -216,7 +216,7 @@ class Kubelet:
             raise OSError(self._error)
         return []
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: `collect` raises the errors."""
         return []
 

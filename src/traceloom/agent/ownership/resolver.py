@@ -57,14 +57,14 @@ class FrameworkVersions:
     def __init__(self, config: Config) -> None:
         self.period_s = config.collect.periods.get(self.name, config.collect.period)
         self.timeout_s = config.collect.timeouts.get(self.name, config.collect.timeout)
-        self.wanted: Mapping[str, ProcessFacts] = {}  # by key; set by the caller
+        self.processes: Mapping[str, ProcessFacts] = {}  # by key; set by the caller
         self.versions: Mapping[tuple[str, str], str] = {}  # "": unknown
         self._proc = Path(config.collect.proc)
 
     def collect(self) -> list[Reading]:
         """Find the versions of new processes."""
         versions = {}
-        for process in self.wanted.values():
+        for process in self.processes.values():
             for framework, library in process.frameworks.items():
                 key = (process.key, library)
                 versions[key] = (
@@ -75,7 +75,7 @@ class FrameworkVersions:
         self.versions = versions
         return []
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Always empty: an unknown version is absent."""
         return []
 
@@ -146,7 +146,7 @@ class JobMapping:
         self.jobs, self._troubles = jobs, problems
         return []
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns the files that cannot be read."""
         return list(self._troubles)
 
@@ -216,7 +216,7 @@ class OwnerResolver:
         used = used or {}
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
-        self.framework_versions.wanted = dict(processes)
+        self.framework_versions.processes = dict(processes)
         locations: dict[str, ContainerLocation] = {}
         for key, facts in processes.items():
             cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
@@ -248,7 +248,7 @@ class OwnerResolver:
         _deduplicate_ranks(processes, stated, used, locations)
         return {key: build_owner(stated[key]) for key in processes}
 
-    def troubles(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         """Returns what does not work here: sentences for the doctor."""
         granted = {
             name for container in self.kubelet.answer.containers for name in container.devices

@@ -104,7 +104,7 @@ class CallStacks:
         self._seen = self._keep(Map(MapKind.HASH, 8, 8, _MOST_STACKS))
         self._budget = self._keep(Map(MapKind.ARRAY, 4, 24, 1))
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Update the Python threads; the process may have ended."""
         if self._python is None:
             return

@@ -431,14 +431,14 @@ def _record_calls(
     if identity is None or identity[0] != spec.start_ticks:
         raise OSError(errno.ESRCH, "the process has ended")
     symbols = Symbols(pid)
-    symbols.look()
+    symbols.refresh()
     python, without_python = None, None
     try:
         python = PythonFrames(pid)
     except OSError as error:
         without_python = None if error.errno == errno.ENOENT else error.strerror
     stacks = CallStacks(pid, symbols, python)
-    stacks.look()
+    stacks.refresh()
     probes = CallProbes(pid, stacks)
     count_steps = _create_step_counter(pid) if steps is not None else None
     offset_ns = time.time_ns() - time.monotonic_ns()
@@ -459,7 +459,7 @@ def _record_calls(
         time.sleep(min(_RING_POLL_S, (end_ns - now) / 1e9))
         chunk = probes.ring.take()
         stacks.take()
-        stacks.look()
+        stacks.refresh()
         if now < start_ns:
             steps_before = count_steps() if count_steps is not None else 0
             lost_before, stackless_before = probes.lost(), stacks.refused()
@@ -479,7 +479,7 @@ def _record_calls(
         ):
             refreshed_at = time.monotonic()
             with contextlib.suppress(OSError):  # it has ended, which is detected above
-                symbols.look()
+                symbols.refresh()
                 libraries.attach()
     counts = {
         "lost": dropped_records + probes.lost() - lost_before,
@@ -489,7 +489,7 @@ def _record_calls(
     chunks.append(probes.ring.take())
     if _identify_process(pid) == identity:
         with contextlib.suppress(OSError):
-            symbols.look()
+            symbols.refresh()
     stacks.take()
     return _Recording(
         _iterate_records(chunks, start_ns, end_ns), offset_ns, symbols, stacks, python, counts

@@ -69,7 +69,7 @@ class Symbols:
         self._names: dict[int, tuple[str, str]] = {}
         self._demangle = _load_demangler()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Update the mappings of the process.
 
         Raises:

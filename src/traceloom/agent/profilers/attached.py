@@ -425,8 +425,8 @@ class AttachedMemoryProfiler(AttachedProfiler):
                     name=file.name,
                     uid=process.uid,
                     to=str(path),
-                    most_bytes=order.most_bytes,
-                    most_kept_bytes=order.most_kept_bytes,
+                    max_bytes=order.max_bytes,
+                    max_kept_bytes=order.max_kept_bytes,
                 )
             )
         finally:

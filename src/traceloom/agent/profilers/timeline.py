@@ -81,10 +81,10 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     flops: bool = False
     modules: bool = False
     wait_s: float = 120.0
-    most_seconds: float = 60.0
-    most_bytes: int = 1 << 30
-    most_kept_bytes: int = 10 << 30
-    most_result_bytes: int | None = None
+    max_seconds: float = 60.0
+    max_bytes: int = 1 << 30
+    max_kept_bytes: int = 10 << 30
+    max_result_bytes: int | None = None
     resumed: State = "queued"
     start_ns: int | None = None
     attempt: int = 1
@@ -181,7 +181,7 @@ class TimelineProfiler:
             seconds = (
                 max(_MARGIN * (window.steps + 1) / rate, _SHORTEST_S) if rate else _FIRST_GUESS_S
             )
-            seconds = min(order.most_seconds, seconds)
+            seconds = min(order.max_seconds, seconds)
         retried: set[str] = set()
         resumed, attempt = order.resumed, order.attempt
         if (
@@ -221,7 +221,7 @@ class TimelineProfiler:
                         if time.monotonic() + _BACK_OFF_S > waited_until:
                             raise
                         if is_timed and seconds is not None:
-                            seconds = min(order.most_seconds, 2 * seconds)
+                            seconds = min(order.max_seconds, 2 * seconds)
                     elif error.slug not in retried and (
                         error.slug in ("cancelled-by-program", "empty")
                         or (error.slug == "rejected" and order.start_ns is not None)
@@ -305,7 +305,7 @@ class TimelineProfiler:
             steps_made, rate = order.steps_made(process.key), order.steps_per_second(process.key)
             ahead = max(order.at_step - steps_made, 0) if steps_made is not None else 0
             begin_s = _SLOW_STEP_S + (ahead / rate if rate else 0.0)
-        await self._collected(process, watch, begin_s, seconds or self.order.most_seconds)
+        await self._collected(process, watch, begin_s, seconds or self.order.max_seconds)
         return start_ns
 
     async def _ready(self, process: Process, window: Window, until: float) -> ProfilerClient:
@@ -437,9 +437,9 @@ async def store_trace(  # noqa: PLR0917  (of one try)
         name=order.name(attempt),
         uid=uid,
         to=str(path),
-        most_bytes=order.most_bytes,
-        most_kept_bytes=order.most_kept_bytes,
-        most_result_bytes=order.most_result_bytes,
+        max_bytes=order.max_bytes,
+        max_kept_bytes=order.max_kept_bytes,
+        max_result_bytes=order.max_result_bytes,
         trace_id=order.trace_id,
         start_ns=start_ns,
         duration_s=seconds,

@@ -33,13 +33,13 @@ _HARDWARE_TYPES = {"gpu_": "gpu", "rdma_": "network"}  # prefix of metrics -> `h
 class OtlpPublisher:
     """Sends the snapshot to `otlp.endpoint`.
 
-    A failed delivery is counted in `failures` and never raised; `trouble` is the last error, or "".
+    A failed delivery is counted in `failures` and never raised; `last_error` is the last error, or "".
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.failures = 0
-        self.trouble = ""
+        self.last_error = ""
         self._exporter: MetricExporter | None = None
         self._log = _LastMessageHandler()
 
@@ -59,7 +59,7 @@ class OtlpPublisher:
                 hint="pip install 'traceloom[otlp]'",
             ) from error
         logger = logging.getLogger("opentelemetry.exporter")
-        # Its messages become our `trouble` instead of a log line per minute.
+        # Its messages become our `last_error` instead of a log line per minute.
         logger.addHandler(self._log)
         logger.propagate = False
         otlp = self.config.otlp
@@ -82,10 +82,10 @@ class OtlpPublisher:
             timeout_millis=1000 * self.config.otlp.timeout,
         )
         if result is MetricExportResult.SUCCESS:
-            self.trouble = ""
+            self.last_error = ""
         else:
             self.failures += 1
-            self.trouble = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
+            self.last_error = f"{self.config.otlp.endpoint}: {self._log.words or 'not delivered'}"
 
     def close(self) -> None:
         """Cancel a delivery in progress; called from another thread than `put`, which may be

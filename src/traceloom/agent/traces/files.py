@@ -204,13 +204,13 @@ def verify_and_store(
     name: str,
     uid: int,
     to: str,
-    most_bytes: int,
-    most_kept_bytes: int,
+    max_bytes: int,
+    max_kept_bytes: int,
     trace_id: str,
     start_ns: int | None,
     duration_s: float | None,
     steps: int | None,
-    most_result_bytes: int | None = None,
+    max_result_bytes: int | None = None,
 ) -> dict[str, Any]:
     """Verify a trace, and keep it compressed as `to`.
 
@@ -219,13 +219,13 @@ def verify_and_store(
         name: Its file name.
         uid: Its required owner.
         to: Destination, an absolute path.
-        most_bytes: Max size of the written file.
-        most_kept_bytes: Max size of everything kept for this user.
+        max_bytes: Max size of the written file.
+        max_kept_bytes: Max size of everything kept for this user.
         trace_id: The id that it must contain.
         start_ns: Requested start of its window; None if there was none.
         duration_s: Requested duration; None for a trace by steps.
         steps: Min number of steps; None for any.
-        most_result_bytes: Max size of the kept file; None for any.
+        max_result_bytes: Max size of the kept file; None for any.
 
     Returns:
         Its content (`operators`, `steps`, `window_start_ns`, `window_end_ns`) and the kept file's
@@ -235,15 +235,15 @@ def verify_and_store(
     copy = target.with_name(f".{target.name}.copy")
 
     def kept() -> dict[str, Any]:
-        _copy(folder, name, uid, most_bytes, copy)
+        _copy(folder, name, uid, max_bytes, copy)
         facts = _verify_trace(copy, trace_id, start_ns, duration_s, steps)
-        return facts | _compress_trace(copy, target, most_kept_bytes, most_result_bytes)
+        return facts | _compress_trace(copy, target, max_kept_bytes, max_result_bytes)
 
     return _return_facts_or_fault(kept, copy)
 
 
 def verify_and_store_memory(
-    *, folder: str, name: str, uid: int, to: str, most_bytes: int, most_kept_bytes: int
+    *, folder: str, name: str, uid: int, to: str, max_bytes: int, max_kept_bytes: int
 ) -> dict[str, Any]:
     """Verify a memory snapshot, and keep it as `to`: it is an untrusted pickle, of which nothing is
     executed.
@@ -253,8 +253,8 @@ def verify_and_store_memory(
         name: Its file name.
         uid: Its required owner.
         to: Destination, an absolute path.
-        most_bytes: Max size of the file.
-        most_kept_bytes: Max size of everything kept for this user.
+        max_bytes: Max size of the file.
+        max_kept_bytes: Max size of everything kept for this user.
 
     Returns:
         The kept file's `bytes` and `sha256`; or `fault` (a slug) and `detail`.
@@ -265,13 +265,13 @@ def verify_and_store_memory(
     copy = target.with_name(f".{target.name}.copy")
 
     def kept() -> dict[str, Any]:
-        _copy(folder, name, uid, most_bytes, copy)
+        _copy(folder, name, uid, max_bytes, copy)
         read_snapshot(copy)
         size = copy.stat().st_size
-        if _count_stored_bytes(target) + size > most_kept_bytes:
+        if _count_stored_bytes(target) + size > max_kept_bytes:
             raise _FaultError(
                 slug="quota",
-                detail=f"more than {most_kept_bytes:,} bytes of this user would be kept",
+                detail=f"more than {max_kept_bytes:,} bytes of this user would be kept",
             )
         with copy.open("rb") as reader:
             digest = compute_sha256(reader)

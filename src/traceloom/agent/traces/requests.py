@@ -43,7 +43,7 @@ class TraceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     flops: bool = False
     modules: bool = False
     attach: bool = False
-    most_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
+    max_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
 
 
 class TraceTarget(msgspec.Struct, kw_only=True):
@@ -100,9 +100,9 @@ class TriggerCause(msgspec.Struct, frozen=True, kw_only=True):
 class TraceRequest(msgspec.Struct, kw_only=True):
     """A request. `uid`: user of the processes; `files`: content of its directory.
 
-    `trigger`: None if it was requested by a caller; `most_bytes`: max size of each kept file, None:
+    `trigger`: None if it was requested by a caller; `max_bytes`: max size of each kept file, None:
     as configured. `at_step`: the first step to trace of each process, by its own count; 0: as
-    `wanted.at_ns` says.
+    `spec.at_ns` says.
     """
 
     id: str
@@ -110,11 +110,11 @@ class TraceRequest(msgspec.Struct, kw_only=True):
     uid: int
     asked_ns: int
     boot_id: str
-    wanted: TraceSpec
+    spec: TraceSpec
     targets: list[TraceTarget] = []
     files: list[str] = []
     trigger: TriggerCause | None = None
-    most_bytes: int | None = None
+    max_bytes: int | None = None
     at_step: int = 0
     done: bool = False  # all targets have ended, and capture.json is written
 

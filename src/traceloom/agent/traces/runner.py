@@ -145,14 +145,14 @@ class TraceService:
             )
         uid = users.pop()
         if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
-            self.config.traces.most_requests_per_user
+            self.config.traces.max_requests_per_user
         ):
             raise HttpError(
                 429,
                 "too many requests of this user run already",
                 slug="quota",
                 retry_s=10,
-                hint="`traces.most_requests_per_user` of agent.toml",
+                hint="`traces.max_requests_per_user` of agent.toml",
             )
         request = TraceRequest(
             id=secrets.token_hex(6),
@@ -160,9 +160,9 @@ class TraceService:
             uid=uid,
             asked_ns=time.time_ns(),
             boot_id=self.boot_id,
-            wanted=spec,
+            spec=spec,
             trigger=trigger,
-            most_bytes=max_bytes,
+            max_bytes=max_bytes,
             at_step=at_step,
         )
         request.targets = list(_create_targets(request, matching, self.config.host_name))
@@ -272,8 +272,8 @@ class TraceService:
                 if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks)
             ]
         )
-        if spec.most_processes is not None:
-            matches = matches[: spec.most_processes]
+        if spec.max_processes is not None:
+            matches = matches[: spec.max_processes]
         if not matches:
             hint = "`traceloom agent ps` lists processes; others' are not traced"
             raise HttpError(404, "no process of yours matches", slug="no-such-process", hint=hint)
@@ -345,12 +345,12 @@ class TraceService:
             )
         if (spec.steps is None) == (spec.duration_s is None):
             raise HttpError(400, "either steps or a duration", slug="wrong-request")
-        if (spec.duration_s or 0) > limits.most_seconds or (spec.steps or 0) > limits.most_steps:
+        if (spec.duration_s or 0) > limits.max_seconds or (spec.steps or 0) > limits.max_steps:
             raise HttpError(
                 400,
-                f"a trace has at most {limits.most_seconds:g} s or {limits.most_steps} steps",
+                f"a trace has at most {limits.max_seconds:g} s or {limits.max_steps} steps",
                 slug="too-much",
-                hint="`traces.most_seconds` and `traces.most_steps` of agent.toml",
+                hint="`traces.max_seconds` and `traces.max_steps` of agent.toml",
             )
         if spec.at_ns and not 0 < spec.at_ns - time.time_ns() < 86_400 * 10**9:
             raise HttpError(
@@ -392,8 +392,8 @@ class TraceService:
         }
         has_others = any(target.profiler != "timeline" for target in open_targets)
         start = None
-        if not request.at_step and (len(traced) > 1 or has_others or request.wanted.at_ns):
-            start = StartBarrier(waiting, request.wanted.at_ns)
+        if not request.at_step and (len(traced) > 1 or has_others or request.spec.at_ns):
+            start = StartBarrier(waiting, request.spec.at_ns)
             if not waiting:
                 start.leave("")
         tasks = [
@@ -477,7 +477,7 @@ class TraceService:
                 return self.parts.get(
                     target.profiler, partial(base.create_profiler, target.profiler)
                 )()
-        spec, limits = request.wanted, self.config.traces
+        spec, limits = request.spec, self.config.traces
         order = TimelineOrder(
             trace_id=f"traceloom-{request.id}-{target.stem}"
             + ("" if target.profiler == "timeline" else ".memory"),
@@ -489,10 +489,10 @@ class TraceService:
             flops=spec.flops,
             modules=spec.modules,
             wait_s=limits.wait,
-            most_seconds=limits.most_seconds,
-            most_bytes=int(limits.most_file_mb * 1e6),
-            most_kept_bytes=int(limits.most_mb_per_user * 1e6),
-            most_result_bytes=request.most_bytes,
+            max_seconds=limits.max_seconds,
+            max_bytes=int(limits.max_file_mb * 1e6),
+            max_kept_bytes=int(limits.max_mb_per_user * 1e6),
+            max_result_bytes=request.max_bytes,
             resumed=target.state,
             start_ns=target.start_ns,
             attempt=target.attempt,
@@ -522,7 +522,7 @@ class TraceService:
         start: StartBarrier | None,
         report: Any,
     ) -> None:
-        spec = request.wanted
+        spec = request.spec
         directory = self.places.of_request(request.uid, request.id)
         if target.profiler == "timeline":
             paths = await profiler.record(
@@ -545,11 +545,11 @@ class TraceService:
             if not reports_itself:
                 report("written")
                 size = await asyncio.to_thread(lambda: sum(path.stat().st_size for path in paths))
-                if request.most_bytes is not None and size > request.most_bytes:
+                if request.max_bytes is not None and size > request.max_bytes:
                     for path in paths:
                         await asyncio.to_thread(path.unlink)
                     raise ProfilerError(
-                        f"{size:,} bytes are more than {request.most_bytes:,} that a trigger may take",
+                        f"{size:,} bytes are more than {request.max_bytes:,} that a trigger may take",
                         slug="quota",
                     )
                 report("kept", file=paths[0].name if paths else "", bytes=size)
@@ -615,7 +615,7 @@ class TraceService:
             owner = process.owner if process is not None else None
             window = {
                 "file": target.file,
-                "kind": "time" if request.wanted.steps is None else "steps",
+                "kind": "time" if request.spec.steps is None else "steps",
                 "first_step": None,
                 "step_count": target.steps,
                 "start_ns": target.window_start_ns,
@@ -677,7 +677,9 @@ class TraceService:
 
     async def _write(self, request: str, target: TraceTarget) -> None:
         await self._notify(request)
-        with contextlib.suppress(OutputError):  # see the store's `trouble`; the request continues
+        with contextlib.suppress(
+            OutputError
+        ):  # see the store's `last_error`; the request continues
             await asyncio.get_running_loop().run_in_executor(
                 self._disk, self.store.put_target, target
             )
@@ -699,7 +701,7 @@ def _create_targets(
         rank = process.owner.rank
         stem = f"pid{process.pid}" if rank is None or f"rank{rank}" in stems else f"rank{rank}"
         stems.add(stem)
-        for profiler in dict.fromkeys(request.wanted.profilers):
+        for profiler in dict.fromkeys(request.spec.profilers):
             is_host_wide = profiler == "telemetry"
             if is_host_wide and profiler in once:
                 continue

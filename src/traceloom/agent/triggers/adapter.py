@@ -93,7 +93,7 @@ class TriggerEngine:
     Args:
         config: The agent's, with the rules.
         host_snapshot: Measured values, events and processes.
-        desk: Takes the requests, and knows running traces and step rates.
+        trace_service: Takes the requests, and knows running traces and step rates.
         store: Persists charges and counts.
         disk: The thread for that.
         audit: Logs requests and refusals.
@@ -105,7 +105,7 @@ class TriggerEngine:
         self,
         config: Config,
         host_snapshot: Snapshot,
-        desk: TraceService,
+        trace_service: TraceService,
         store: TriggerStore,
         disk: Executor,
         audit: AuditLog,
@@ -120,7 +120,7 @@ class TriggerEngine:
         self._config, self._board, self._desk, self._disk, self._audit = (
             config,
             host_snapshot,
-            desk,
+            trace_service,
             disk,
             audit,
         )
@@ -171,7 +171,7 @@ class TriggerEngine:
             watch = self.watches[name]
             try:
                 occurrences: _Occurrences = {}
-                for firing in () if watch is None else watch.look(now_ns):
+                for firing in () if watch is None else watch.check(now_ns):
                     for target in self._targets(rule, firing):
                         occurrences.setdefault((target.uid, target.key), (target, []))[1].append(
                             firing
@@ -209,7 +209,7 @@ class TriggerEngine:
             ]
         return readings if self.rules else []
 
-    def trouble(self) -> dict[str, str]:
+    def list_problems(self) -> dict[str, str]:
         """Returns rule -> why it cannot fire now; without rules that can."""
         problems = {}
         for name, watch in self.watches.items():
@@ -217,7 +217,7 @@ class TriggerEngine:
             reason = (
                 f"this agent does not watch for `{get_rule_kind(rule)}`"
                 if watch is None
-                else watch.trouble()
+                else watch.find_problem()
             )
             try:
                 self._desk.check(_build_trace_spec(rule, (os.getpid(),), ""))
@@ -383,7 +383,7 @@ class TriggerEngine:
 
     def _seconds(self, spec: TraceSpec, process: str) -> float:
         """Returns an upper estimate of the trace duration of a process."""
-        rate, max_seconds = self._desk.steps.per_second(process), self._config.traces.most_seconds
+        rate, max_seconds = self._desk.steps.per_second(process), self._config.traces.max_seconds
         step_seconds = 2 * ((spec.steps or 0) + 1) * (1 / rate if rate else _ASSUMED_STEP_S)
         return min(step_seconds if spec.duration_s is None else spec.duration_s, max_seconds)
 
@@ -398,8 +398,8 @@ class TriggerEngine:
                 uid=request.uid,
                 target=cause.target,
                 at_ns=at_ns,
-                seconds=self._seconds(request.wanted, process),
-                bytes=files * (request.most_bytes or self.ledger.reserve(1)),
+                seconds=self._seconds(request.spec, process),
+                bytes=files * (request.max_bytes or self.ledger.reserve(1)),
             )
 
     def _settle(self) -> None:

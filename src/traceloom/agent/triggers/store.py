@@ -369,7 +369,7 @@ class TriggerStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.trouble = ""  # why the last change could not be written
+        self.last_error = ""  # why the last change could not be written
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
         with self._lock:
@@ -377,7 +377,7 @@ class TriggerStore:
 
     def load(self) -> tuple[list[Charge], dict[str, RuleCounts]]:
         """Returns the charges, and the counts of each rule; empty if the file cannot be read, see
-        `trouble`.
+        `last_error`.
         """
         with self._lock:
             try:
@@ -392,7 +392,7 @@ class TriggerStore:
                     for name, document in self._database.execute("SELECT name, document FROM rules")
                 }
             except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
-                self.trouble = str(error)
+                self.last_error = str(error)
                 self._set_aside_damaged_file()
                 self._try_open()
                 return [], {}
@@ -404,7 +404,7 @@ class TriggerStore:
         rules: dict[str, RuleCounts],
         removed: Sequence[Charge] = (),
     ) -> None:
-        """Write changes; on failure `trouble` is set, and the next agent restores them from the
+        """Write changes; on failure `last_error` is set, and the next agent restores them from the
         requests.
         """
         with self._lock:
@@ -429,9 +429,9 @@ class TriggerStore:
                         "INSERT OR REPLACE INTO rules VALUES (?, ?)",
                         [(name, msgspec.json.encode(counts)) for name, counts in rules.items()],
                     )
-                self.trouble = ""
+                self.last_error = ""
             except sqlite3.Error as error:
-                self.trouble = str(error)
+                self.last_error = str(error)
                 if is_corruption(error):
                     self._set_aside_damaged_file()
 
@@ -456,9 +456,9 @@ class TriggerStore:
                 self._database = open_database(
                     self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers"
                 )
-            self.trouble = ""
+            self.last_error = ""
         except (OSError, sqlite3.Error) as error:
-            self.trouble = str(error)
+            self.last_error = str(error)
 
     def _set_aside_damaged_file(self) -> None:
         if self._database is not None:
@@ -470,6 +470,6 @@ class TriggerStore:
         try:
             damaged_path = move_damaged_file(self.path)
         except OSError as error:
-            self.trouble = str(error)
+            self.last_error = str(error)
             return
         LOG.warning("what triggers have spent is damaged and put aside as %s", damaged_path)

@@ -53,14 +53,14 @@ class Occurrence(NamedTuple):
 class Watch(Protocol):
     """The condition of a rule. Called in the agent's loop, about once a second."""
 
-    def look(self, now_ns: int) -> Iterable[Occurrence]:
+    def check(self, now_ns: int) -> Iterable[Occurrence]:
         """Returns the current occurrences; an event is returned once.
 
         Args:
             now_ns: Nanoseconds since the epoch, of a clock that never jumps.
         """
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Returns why it cannot fire now; "" if it can."""
 
 
@@ -203,7 +203,7 @@ class MetricWatch:
             (column, label) for column, label in enumerate(metric.labels) if label in owner_labels
         ]
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:
+    def check(self, now_ns: int) -> Iterator[Occurrence]:
         """Yields the series for which the condition holds, for as long as it does."""
         rule, fresh = self.rule, self._values.changed != self._looked
         if fresh:
@@ -250,7 +250,7 @@ class MetricWatch:
                 lasts=True,
             )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Reports that there is no series to check."""
         if self._series or any(True for _ in self._values.of(self.matching)):
             return ""
@@ -322,7 +322,7 @@ class OomKillWatch:
         self._board = host_snapshot
         self._last = host_snapshot.oom_kills[-1] if host_snapshot.oom_kills else None
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
+    def check(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the kills since the last call."""
         kills, last = self._board.oom_kills, self._last
         self._last = kills[-1] if kills else last
@@ -333,7 +333,7 @@ class OomKillWatch:
                 f"{format_quantity(kill.kills, 'process')} killed for want of memory in {kill.cgroup}",
             )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Reports that kills are not counted here."""
         counted_here = any(
             metric == "oom_kills_total" for (metric, _), _, _ in self._board.values()
@@ -357,7 +357,7 @@ class XidWatch:
         self._rule, self._board = rule, host_snapshot
         self._last = host_snapshot.events[-1] if host_snapshot.events else None
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
+    def check(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the errors since the last call."""
         events, last = self._board.events, self._last
         self._last = events[-1] if events else last
@@ -371,7 +371,7 @@ class XidWatch:
                     f"Xid{code} of device {event.device}{text}",
                 )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Reports that no device has such errors."""
         nvidia = any(device.vendor == "nvidia" for device in self._board.devices.values())
         return "" if nvidia else "no device of NVIDIA is here, and only those have Xid errors"
@@ -397,7 +397,7 @@ class HangWatch:
         # At the last call; None before it: those of an earlier agent.
         self._known: frozenset[str] | None = None
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
+    def check(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the hangs that started since the last call and whose blocking ranks are known."""
         described = [record for record in self._hangs.records if record.sentence]
         before, self._known = self._known, frozenset(record.id for record in described)
@@ -405,7 +405,7 @@ class HangWatch:
             if before is not None and record.id not in before and record.state == "hangs":
                 yield Occurrence({"job": record.hang.job}, record.id, record.sentence)
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Reports that hangs are not detected here."""
         return (
             ""
@@ -429,7 +429,7 @@ class CadenceWatch:
         self.phase_ns = int.from_bytes(digest[:8], "big") % self._every_ns
         self._first = (now_ns - self.phase_ns) // self._every_ns
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:
+    def check(self, now_ns: int) -> Iterator[Occurrence]:
         """Yields the current period."""
         period = (now_ns - self.phase_ns) // self._every_ns
         if period != self._first:
@@ -437,7 +437,7 @@ class CadenceWatch:
                 {}, f"{self._name}#{period}", f"every {format_duration(self._every_ns)}"
             )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Always "": it can always fire."""
         return ""
 
@@ -478,7 +478,7 @@ class StepRegressionWatch:
         self._past: dict[str, _StepHistory] = {}
         steps.listeners.append(self._on_steps)
 
-    def look(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
+    def check(self, now_ns: int) -> Iterator[Occurrence]:  # noqa: ARG002  (of the protocol)
         """Yields the processes that are slower than before."""
         for process, past in list(self._past.items()):
             if past.slow is None:
@@ -495,7 +495,7 @@ class StepRegressionWatch:
                 f"in the median, {format_percent(now / before - 1)} % more than the {format_duration(int(before * 1e9))} before",
             )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Reports that no steps of any process are known."""
         return (
             ""

@@ -311,7 +311,7 @@ def _build_requests(captures: pl.DataFrame, now_ns: int) -> list[FleetRequest]:
                 id=f"{index:016x}",
                 who=requester,
                 asked_ns=requested_ns,
-                wanted=TraceSpec(job=capture["job"], steps=STEPS),
+                spec=TraceSpec(job=capture["job"], steps=STEPS),
                 hosts={host: progress},
                 state=state,
                 since_ns=requested_ns + 40 * 10**9,

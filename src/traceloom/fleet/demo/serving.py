@@ -180,7 +180,7 @@ def _build_heartbeat(host: str, host_index: int, rows: pl.DataFrame) -> Heartbea
             error_ns=90_000 + 10_000 * host_index,
             round_trips=8,
         ),
-        trouble=_COLLECTOR_ERRORS.get(host, {}),
+        collector_errors=_COLLECTOR_ERRORS.get(host, {}),
     )
 
 

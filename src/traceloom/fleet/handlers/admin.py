@@ -60,7 +60,7 @@ class DocumentVersion(HttpResponseBody, frozen=True):
     who: str
 
 
-class DocumentAnswer(HttpResponseBody, frozen=True):
+class DocumentResponse(HttpResponseBody, frozen=True):
     """A document; version 0 and an empty text where none was written."""
 
     version: int
@@ -69,13 +69,13 @@ class DocumentAnswer(HttpResponseBody, frozen=True):
     text: str
 
 
-class DocumentHistoryAnswer(HttpResponseBody, frozen=True):
+class DocumentHistoryResponse(HttpResponseBody, frozen=True):
     """All versions of a document, newest first."""
 
     versions: list[DocumentVersion]
 
 
-class MoveAnswer(HttpResponseBody, frozen=True):
+class MoveResponse(HttpResponseBody, frozen=True):
     """Device time of jobs that belonged to `before`, by a dimension, and belongs to `after`,
     milliseconds.
     """
@@ -87,7 +87,7 @@ class MoveAnswer(HttpResponseBody, frozen=True):
     device_ms: int
 
 
-class OwnersChangeAnswer(HttpResponseBody, frozen=True):
+class OwnersChangeResponse(HttpResponseBody, frozen=True):
     """What other rules change: device time that moves, the most first.
 
     `version`: null where nothing was kept.
@@ -96,10 +96,10 @@ class OwnersChangeAnswer(HttpResponseBody, frozen=True):
     since_ns: int
     until_ns: int
     version: int | None
-    moves: list[MoveAnswer]
+    moves: list[MoveResponse]
 
 
-class CostAnswer(HttpResponseBody, frozen=True):
+class CostResponse(HttpResponseBody, frozen=True):
     """What the device time of a model of device costs before and after, in their currencies; null:
     not known.
     """
@@ -110,7 +110,7 @@ class CostAnswer(HttpResponseBody, frozen=True):
     after: float | None
 
 
-class PricesChangeAnswer(HttpResponseBody, frozen=True):
+class PricesChangeResponse(HttpResponseBody, frozen=True):
     """What other prices change, by model of device. `version`: null where nothing was kept."""
 
     since_ns: int
@@ -118,55 +118,55 @@ class PricesChangeAnswer(HttpResponseBody, frozen=True):
     version: int | None
     currency_before: str | None
     currency_after: str
-    costs: list[CostAnswer]
+    costs: list[CostResponse]
 
 
-async def _set_owners(context: FleetRequestContext) -> OwnersChangeAnswer:
+async def _set_owners(context: FleetRequestContext) -> OwnersChangeResponse:
     body = await context.body(DocumentBody)
-    desk = context.service.questions
+    queries = context.service.questions
     rules = _parse_document(parse_rules, body.text)
 
-    def compare() -> OwnersChangeAnswer:
-        frames = desk.frames(TimeQuery(since=body.since, until=body.until))
+    def compare() -> OwnersChangeResponse:
+        frames = queries.frames(TimeQuery(since=body.since, until=body.until))
         rows = compare_ownership(frames.usage, frames.owned, frames.owned_by(rules)).rows.head(
             _MAX_MOVES
         )
-        return OwnersChangeAnswer(
+        return OwnersChangeResponse(
             since_ns=frames.period.since_ns,
             until_ns=frames.period.until_ns,
             version=None,
-            moves=msgspec.convert(rows.to_dicts(), list[MoveAnswer]),
+            moves=msgspec.convert(rows.to_dicts(), list[MoveResponse]),
         )
 
-    answer = await desk.work(compare)
+    answer = await queries.work(compare)
     return msgspec.structs.replace(answer, version=await _store_document(context, "owners", body))
 
 
-async def _set_prices(context: FleetRequestContext) -> PricesChangeAnswer:
+async def _set_prices(context: FleetRequestContext) -> PricesChangeResponse:
     body = await context.body(DocumentBody)
-    desk = context.service.questions
+    queries = context.service.questions
     prices = _parse_document(parse_prices, body.text)
 
-    def compare() -> PricesChangeAnswer:
-        frames = desk.frames(TimeQuery(since=body.since, until=body.until))
+    def compare() -> PricesChangeResponse:
+        frames = queries.frames(TimeQuery(since=body.since, until=body.until))
         before, after = (
             divide_device_time(frames.usage, frames.owned, ["device_model"], price_list).leaves
             for price_list in (frames.prices, prices)
         )
         old = dict(before.select("device_model", "cost").iter_rows())
-        return PricesChangeAnswer(
+        return PricesChangeResponse(
             since_ns=frames.period.since_ns,
             until_ns=frames.period.until_ns,
             version=None,
             currency_before=None if frames.prices is None else frames.prices.currency,
             currency_after=prices.currency,
             costs=[
-                CostAnswer(device_model=model, device_ms=ms, before=old.get(model), after=cost)
+                CostResponse(device_model=model, device_ms=ms, before=old.get(model), after=cost)
                 for model, ms, cost in after.select("device_model", "device_ms", "cost").iter_rows()
             ],
         )
 
-    answer = await desk.work(compare)
+    answer = await queries.work(compare)
     return msgspec.structs.replace(answer, version=await _store_document(context, "prices", body))
 
 
@@ -190,20 +190,20 @@ def _parse_document(parse: Callable[[str], Kind], text: str) -> Kind:
 
 
 def _build_document_routes(name: DocumentName, summary: str) -> tuple[FleetRoute, ...]:
-    async def current(context: FleetRequestContext) -> DocumentAnswer:
+    async def current(context: FleetRequestContext) -> DocumentResponse:
         version = context.parameters(DocumentParameters).version
         stored = await asyncio.to_thread(context.service.state.document, name, version)
         if stored is None and version:
             raise HttpError(404, "there is no such version", slug="no-such-version")
         if stored is None:
-            return DocumentAnswer(version=0, at_ns=None, who="", text="")
-        return DocumentAnswer(
+            return DocumentResponse(version=0, at_ns=None, who="", text="")
+        return DocumentResponse(
             version=stored.version, at_ns=stored.at_ns, who=stored.who, text=stored.document
         )
 
-    async def history(context: FleetRequestContext) -> DocumentHistoryAnswer:
+    async def history(context: FleetRequestContext) -> DocumentHistoryResponse:
         stored_versions = await asyncio.to_thread(context.service.state.documents, name)
-        return DocumentHistoryAnswer(
+        return DocumentHistoryResponse(
             versions=[
                 DocumentVersion(
                     version=stored_version.version,
@@ -219,7 +219,7 @@ def _build_document_routes(name: DocumentName, summary: str) -> tuple[FleetRoute
             path=f"/api/v1/{name}",
             summary=summary,
             answers=current,
-            answer=DocumentAnswer,
+            answer=DocumentResponse,
             parameters=DocumentParameters,
             refuses=(400, 404),
         ),
@@ -227,7 +227,7 @@ def _build_document_routes(name: DocumentName, summary: str) -> tuple[FleetRoute
             path=f"/api/v1/{name}/history",
             summary=f"{summary}: all versions",
             answers=history,
-            answer=DocumentHistoryAnswer,
+            answer=DocumentHistoryResponse,
         ),
     )
 
@@ -238,7 +238,7 @@ RULE_ROUTES = (
         path="/api/v1/owners",
         summary="Change the rules of owners, or see what a change would do",
         answers=_set_owners,
-        answer=OwnersChangeAnswer,
+        answer=OwnersChangeResponse,
         method="POST",
         body=DocumentBody,
         role="operator",
@@ -249,7 +249,7 @@ RULE_ROUTES = (
         path="/api/v1/prices",
         summary="Change the prices, or see what a change would do",
         answers=_set_prices,
-        answer=PricesChangeAnswer,
+        answer=PricesChangeResponse,
         method="POST",
         body=DocumentBody,
         role="operator",
@@ -268,7 +268,7 @@ class FleetTriggersBody(HttpResponseBody, frozen=True, forbid_unknown_fields=Tru
     dry_run: bool = False
 
 
-class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class FleetTriggerResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A rule, what it did since it is there, and why it last did not. null: never.
 
     `jobs`: that run now and that it is about.
@@ -286,32 +286,32 @@ class FleetTriggerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     last_refusal: LastRefusal | None
 
 
-class FleetTriggersAnswer(HttpResponseBody, frozen=True):
+class FleetTriggersResponse(HttpResponseBody, frozen=True):
     """All rules, the text that they were set by, and what may still be spent of the budget of 24
     hours.
     """
 
     toml: str
-    rules: list[FleetTriggerAnswer]
+    rules: list[FleetTriggerResponse]
     traces_per_day: int
     traces_left: int
     bytes_per_day: int
     bytes_left: int
     share: float
-    trouble: str
+    last_error: str
 
 
 def _build_triggers_answer(
     triggers: FleetTriggerEngine,
     rules: Iterable[AnyFleetRule] | None = None,
     text: str | None = None,
-) -> FleetTriggersAnswer:
+) -> FleetTriggersResponse:
     """Builds the answer about these rules; None: about the active ones."""
-    now_ns, ledger, answers = triggers.desk.clock(), triggers.ledger, []
+    now_ns, ledger, answers = triggers.registry.clock(), triggers.ledger, []
     for rule in triggers.rules.values() if rules is None else rules:
         counts = triggers.counts.get(rule.name) or RuleCounts()
         answers.append(
-            FleetTriggerAnswer(
+            FleetTriggerResponse(
                 name=rule.name,
                 on=get_rule_kind(rule),
                 jobs=len(triggers.jobs_of(rule)),
@@ -324,7 +324,7 @@ def _build_triggers_answer(
                 last_refusal=counts.last_refusal,
             )
         )
-    return FleetTriggersAnswer(
+    return FleetTriggersResponse(
         toml=triggers.text if text is None else text,
         rules=answers,
         traces_per_day=ledger.budget.traces_per_day,
@@ -332,11 +332,11 @@ def _build_triggers_answer(
         bytes_per_day=int(ledger.budget.mb_per_day * 1e6),
         bytes_left=max(ledger.bytes_left(now_ns), 0),
         share=ledger.budget.share,
-        trouble="; ".join(filter(None, (triggers.trouble, *triggers.defects.values()))),
+        last_error="; ".join(filter(None, (triggers.last_error, *triggers.defects.values()))),
     )
 
 
-async def _set_triggers(context: FleetRequestContext) -> FleetTriggersAnswer:
+async def _set_triggers(context: FleetRequestContext) -> FleetTriggersResponse:
     body, triggers = await context.body(FleetTriggersBody), context.triggers()
     try:
         if body.dry_run:
@@ -355,14 +355,14 @@ TRIGGER_ROUTES = (
         path="/api/v1/triggers",
         summary="Rules by which jobs are traced though nobody asks, and what they did",
         answers=lambda asked: _build_triggers_answer(asked.triggers()),
-        answer=FleetTriggersAnswer,
+        answer=FleetTriggersResponse,
         refuses=(503,),
     ),
     FleetRoute(
         path="/api/v1/triggers",
         summary="Set all rules, or check them",
         answers=_set_triggers,
-        answer=FleetTriggersAnswer,
+        answer=FleetTriggersResponse,
         method="PUT",
         body=FleetTriggersBody,
         role="operator",
@@ -381,26 +381,26 @@ class WebhookBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     events: Annotated[tuple[EventName, ...], Meta(max_length=16)] = EVENTS
 
 
-class NewWebhookAnswer(HttpResponseBody, frozen=True):
+class NewWebhookResponse(HttpResponseBody, frozen=True):
     """A new webhook; nobody can be told `secret` again."""
 
     name: str
     secret: str
 
 
-class WebhooksAnswer(HttpResponseBody, frozen=True):
+class WebhooksResponse(HttpResponseBody, frozen=True):
     """All webhooks, by name."""
 
     webhooks: list[WebhookRecord]
 
 
-class RemovedWebhookAnswer(HttpResponseBody, frozen=True):
+class RemovedWebhookResponse(HttpResponseBody, frozen=True):
     """A webhook that is told nothing any more."""
 
     name: str
 
 
-class WebhookTestAnswer(HttpResponseBody, frozen=True):
+class WebhookTestResponse(HttpResponseBody, frozen=True):
     """Whether an event for a test arrived; `error`: why not."""
 
     name: str
@@ -408,7 +408,7 @@ class WebhookTestAnswer(HttpResponseBody, frozen=True):
     error: str
 
 
-async def _add_webhook(context: FleetRequestContext) -> NewWebhookAnswer:
+async def _add_webhook(context: FleetRequestContext) -> NewWebhookResponse:
     body = await context.body(WebhookBody)
     try:
         await context.service.webhook_policy.resolve(body.url)
@@ -420,7 +420,7 @@ async def _add_webhook(context: FleetRequestContext) -> NewWebhookAnswer:
     except UsageError as error:
         raise HttpError(409, error.message, slug=error.slug, hint=error.hint) from error
     await context.note(webhook=body.name)
-    return NewWebhookAnswer(name=body.name, secret=secret)
+    return NewWebhookResponse(name=body.name, secret=secret)
 
 
 def _webhook_not_found(name: str) -> HttpError:
@@ -432,15 +432,15 @@ def _webhook_not_found(name: str) -> HttpError:
     )
 
 
-async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookAnswer:
+async def _remove_webhook(context: FleetRequestContext) -> RemovedWebhookResponse:
     name = context.request.path_params["name"]
     if not await asyncio.to_thread(context.service.state.remove_webhook, name):
         raise _webhook_not_found(name)
     await context.note(webhook=name)
-    return RemovedWebhookAnswer(name=name)
+    return RemovedWebhookResponse(name=name)
 
 
-async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
+async def _send_test_event(context: FleetRequestContext) -> WebhookTestResponse:
     name, state = context.request.path_params["name"], context.service.state
     url = next(
         (
@@ -467,16 +467,16 @@ async def _send_test_event(context: FleetRequestContext) -> WebhookTestAnswer:
     )
     error = await WebhookDispatcher(state, context.service.webhook_policy).send(delivery)
     await context.note(webhook=name, error=error)
-    return WebhookTestAnswer(name=name, arrived=not error, error=error)
+    return WebhookTestResponse(name=name, arrived=not error, error=error)
 
 
 WEBHOOK_ROUTES = (
     FleetRoute(
         path="/api/v1/webhooks",
         summary="Webhooks, and how they do",
-        answer=WebhooksAnswer,
+        answer=WebhooksResponse,
         answers=lambda asked: asyncio.to_thread(
-            lambda: WebhooksAnswer(webhooks=asked.service.state.webhooks())
+            lambda: WebhooksResponse(webhooks=asked.service.state.webhooks())
         ),
         role="admin",
         refuses=(403,),
@@ -485,7 +485,7 @@ WEBHOOK_ROUTES = (
         path="/api/v1/webhooks",
         summary="Have the fleet's events sent to an address",
         answers=_add_webhook,
-        answer=NewWebhookAnswer,
+        answer=NewWebhookResponse,
         method="POST",
         body=WebhookBody,
         role="admin",
@@ -495,7 +495,7 @@ WEBHOOK_ROUTES = (
         path="/api/v1/webhooks/{name}",
         summary="Tell a webhook nothing any more",
         answers=_remove_webhook,
-        answer=RemovedWebhookAnswer,
+        answer=RemovedWebhookResponse,
         method="DELETE",
         role="admin",
         refuses=(403, 404),
@@ -504,7 +504,7 @@ WEBHOOK_ROUTES = (
         path="/api/v1/webhooks/{name}/test",
         summary="Send a webhook an event now, and say whether it arrived",
         answers=_send_test_event,
-        answer=WebhookTestAnswer,
+        answer=WebhookTestResponse,
         method="POST",
         role="admin",
         refuses=(403, 404),

@@ -205,7 +205,7 @@ async def _get_health(context: FleetRequestContext) -> forms.FleetHealth:
     return forms.FleetHealth(healthy=True)
 
 
-async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
+async def _announce(context: FleetRequestContext) -> forms.AnnounceResponse:
     body = await context.body(forms.AnnounceBody)
     limits, names = context.service.limits, [file.name for file in body.files]
     try:
@@ -252,7 +252,7 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
         ),
     )
     if capture.complete:
-        return forms.AnnounceAnswer(id=capture.id, complete=True, uploads=[])
+        return forms.AnnounceResponse(id=capture.id, complete=True, uploads=[])
 
     def missing() -> list[forms.UploadTarget]:
         objects, targets = context.service.objects, []
@@ -268,10 +268,10 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceAnswer:
 
     uploads = await asyncio.to_thread(missing)
     await context.note(capture=capture.id)
-    return forms.AnnounceAnswer(id=capture.id, complete=False, uploads=uploads)
+    return forms.AnnounceResponse(id=capture.id, complete=False, uploads=uploads)
 
 
-async def _receive_file(context: FleetRequestContext) -> forms.FileAnswer:
+async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
     from starlette.requests import ClientDisconnect
 
     capture = await context.own_capture()
@@ -313,10 +313,10 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileAnswer:
                 hint="send it again",
             )
         await asyncio.to_thread(out.write, bytes(waiting))
-    return forms.FileAnswer(name=file.name, size=size)
+    return forms.FileResponse(name=file.name, size=size)
 
 
-async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
+async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
     capture = await context.own_capture()
     service = context.service
 
@@ -333,7 +333,7 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
                     service.objects.delete(name)
         if not wrong:
             service.state.complete_capture(capture.id, __version__)
-            service.pipeline.look()
+            service.pipeline.wake()
         return wrong
 
     wrong = await asyncio.to_thread(finish)
@@ -348,8 +348,8 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureAnswer:
     return await _get_capture(context)
 
 
-def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureAnswer:
-    return forms.CaptureAnswer(
+def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> forms.CaptureResponse:
+    return forms.CaptureResponse(
         id=capture.id,
         day=capture.day,
         job=capture.job,
@@ -358,24 +358,24 @@ def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> fo
         bytes=capture.bytes,
         state=tasks[-1].state if tasks else "",
         tasks=[
-            forms.TaskAnswer(version=t.version, state=t.state, attempts=t.attempts, error=t.error)
+            forms.TaskResponse(version=t.version, state=t.state, attempts=t.attempts, error=t.error)
             for t in tasks
         ],
         files={file.name: file.size for file in capture.files},
     )
 
 
-async def _get_capture(context: FleetRequestContext) -> forms.CaptureAnswer:
+async def _get_capture(context: FleetRequestContext) -> forms.CaptureResponse:
     capture = await context.capture()
     return _build_capture_answer(
         capture, await asyncio.to_thread(context.service.state.tasks, capture.id)
     )
 
 
-async def _list_captures(context: FleetRequestContext) -> forms.CapturesAnswer:
+async def _list_captures(context: FleetRequestContext) -> forms.CapturesResponse:
     parameters = context.parameters(forms.CapturesParameters)
 
-    def rows() -> list[forms.CaptureAnswer]:
+    def rows() -> list[forms.CaptureResponse]:
         state = context.service.state
         captures = state.captures(
             job=parameters.job, before_ns=parameters.before_ns, limit=parameters.most
@@ -386,7 +386,7 @@ async def _list_captures(context: FleetRequestContext) -> forms.CapturesAnswer:
             for capture in captures
         ]
 
-    return forms.CapturesAnswer(captures=await asyncio.to_thread(rows))
+    return forms.CapturesResponse(captures=await asyncio.to_thread(rows))
 
 
 async def _send_file(context: FleetRequestContext) -> Response:
@@ -434,17 +434,17 @@ async def _send_rendered(
     )
 
 
-async def _start_backfill(context: FleetRequestContext) -> forms.BackfillAnswer:
+async def _start_backfill(context: FleetRequestContext) -> forms.BackfillResponse:
     body = await context.body(forms.BackfillBody)
     captures = await asyncio.to_thread(
         context.service.state.backfill, __version__, again=body.again
     )
-    context.service.pipeline.look()
+    context.service.pipeline.wake()
     await context.note(captures=str(captures))
-    return forms.BackfillAnswer(version=__version__, captures=captures)
+    return forms.BackfillResponse(version=__version__, captures=captures)
 
 
-async def _add_token(context: FleetRequestContext) -> forms.TokenAnswer:
+async def _add_token(context: FleetRequestContext) -> forms.TokenResponse:
     body = await context.body(forms.TokenBody)
     try:
         secret = await asyncio.to_thread(
@@ -453,15 +453,15 @@ async def _add_token(context: FleetRequestContext) -> forms.TokenAnswer:
     except UsageError as error:
         raise HttpError(409, error.message, slug=error.slug, hint=error.hint) from error
     await context.note(token=body.name, role=body.role)
-    return forms.TokenAnswer(name=body.name, role=body.role, token=secret)
+    return forms.TokenResponse(name=body.name, role=body.role, token=secret)
 
 
-async def _revoke(context: FleetRequestContext) -> forms.RevokedAnswer:
+async def _revoke(context: FleetRequestContext) -> forms.RevokedResponse:
     name = context.request.path_params["name"]
     if not await asyncio.to_thread(context.service.state.revoke_token, name):
         raise HttpError(404, "there is no such token", slug="no-such-token")
     await context.note(token=name)
-    return forms.RevokedAnswer(name=name)
+    return forms.RevokedResponse(name=name)
 
 
 FLEET_ROUTES = (
@@ -484,14 +484,14 @@ FLEET_ROUTES = (
     FleetRoute(
         path="/api/v1/check",
         summary="What works and what does not",
-        answer=forms.FleetCheckAnswer,
+        answer=forms.FleetCheckResponse,
         answers=lambda asked: asyncio.to_thread(asked.service.check),
     ),
     FleetRoute(
         path="/api/v1/captures",
         summary="Captures, newest first",
         answers=_list_captures,
-        answer=forms.CapturesAnswer,
+        answer=forms.CapturesResponse,
         parameters=forms.CapturesParameters,
         refuses=(400,),
     ),
@@ -499,7 +499,7 @@ FLEET_ROUTES = (
         path="/api/v1/captures",
         summary="Announce a capture, and hear where its files go",
         answers=_announce,
-        answer=forms.AnnounceAnswer,
+        answer=forms.AnnounceResponse,
         method="POST",
         body=forms.AnnounceBody,
         role="requester",
@@ -509,14 +509,14 @@ FLEET_ROUTES = (
         path="/api/v1/captures/{id}",
         summary="A capture and how far it is",
         answers=_get_capture,
-        answer=forms.CaptureAnswer,
+        answer=forms.CaptureResponse,
         refuses=(404,),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/complete",
         summary="All files of a capture are there: analyse it",
         answers=_complete,
-        answer=forms.CaptureAnswer,
+        answer=forms.CaptureResponse,
         method="POST",
         role="requester",
         refuses=(403, 404, 409),
@@ -532,7 +532,7 @@ FLEET_ROUTES = (
         path="/api/v1/captures/{id}/files/{name:path}",
         summary="Send a file of a capture",
         answers=_receive_file,
-        answer=forms.FileAnswer,
+        answer=forms.FileResponse,
         method="PUT",
         role="requester",
         refuses=(400, 403, 404, 409, 413),
@@ -555,7 +555,7 @@ FLEET_ROUTES = (
         path="/api/v1/backfill",
         summary="Analyse captures again with this version",
         answers=_start_backfill,
-        answer=forms.BackfillAnswer,
+        answer=forms.BackfillResponse,
         method="POST",
         body=forms.BackfillBody,
         role="operator",
@@ -564,18 +564,18 @@ FLEET_ROUTES = (
     FleetRoute(
         path="/api/v1/tokens",
         summary="All tokens",
-        answer=forms.TokensAnswer,
+        answer=forms.TokensResponse,
         role="admin",
         refuses=(403,),
         answers=lambda asked: asyncio.to_thread(
-            lambda: forms.TokensAnswer(tokens=asked.service.state.tokens())
+            lambda: forms.TokensResponse(tokens=asked.service.state.tokens())
         ),
     ),
     FleetRoute(
         path="/api/v1/tokens",
         summary="Make a token",
         answers=_add_token,
-        answer=forms.TokenAnswer,
+        answer=forms.TokenResponse,
         method="POST",
         body=forms.TokenBody,
         role="admin",
@@ -585,7 +585,7 @@ FLEET_ROUTES = (
         path="/api/v1/tokens/{name}",
         summary="Revoke a token",
         answers=_revoke,
-        answer=forms.RevokedAnswer,
+        answer=forms.RevokedResponse,
         method="DELETE",
         role="admin",
         refuses=(403, 404),
@@ -593,11 +593,11 @@ FLEET_ROUTES = (
     FleetRoute(
         path="/api/v1/audit",
         summary="Who did what",
-        answer=forms.AuditAnswer,
+        answer=forms.AuditResponse,
         role="admin",
         refuses=(403,),
         answers=lambda asked: asyncio.to_thread(
-            lambda: forms.AuditAnswer(entries=asked.service.state.audit())
+            lambda: forms.AuditResponse(entries=asked.service.state.audit())
         ),
     ),
 )
@@ -637,20 +637,20 @@ COMPARE_ROUTES = (
 )
 
 
-class CompactAnswer(HttpResponseBody, frozen=True):
+class CompactResponse(HttpResponseBody, frozen=True):
     """The tables are compacted; `seconds`: how long that took."""
 
     seconds: float
 
 
-async def _compact(context: FleetRequestContext) -> CompactAnswer:
+async def _compact(context: FleetRequestContext) -> CompactResponse:
     pipeline = context.service.pipeline
     if not pipeline.leads:
         raise HttpError(503, "another service writes the tables now", slug="not-leading", retry_s=2)
     began = time.monotonic()
     await asyncio.to_thread(pipeline.compact)
     await context.note()
-    return CompactAnswer(seconds=time.monotonic() - began)
+    return CompactResponse(seconds=time.monotonic() - began)
 
 
 COMPACTION_ROUTES = (
@@ -658,7 +658,7 @@ COMPACTION_ROUTES = (
         path="/api/v1/compact",
         summary="Make large files of small ones, and remove what has been kept long enough",
         answers=_compact,
-        answer=CompactAnswer,
+        answer=CompactResponse,
         method="POST",
         role="operator",
         refuses=(403, 503),

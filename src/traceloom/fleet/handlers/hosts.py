@@ -20,13 +20,13 @@ from starlette.responses import Response, StreamingResponse
 from traceloom.agent.fleet_link.protocol import (
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostProcess,
     HostReport,
-    ReportAnswer,
+    ReportResponse,
     StartBy,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, has_role
@@ -40,7 +40,7 @@ from traceloom.system.text import ONE_LINE, OPTIONAL_HOST
 _KEEP_ALIVE_S = 15.0
 
 
-class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
+class HostResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A host and what it said last. `heard_ns`: when; null: not since the service started."""
 
     host: str
@@ -53,16 +53,16 @@ class HostAnswer(msgspec.Struct, frozen=True, kw_only=True):
     stale_devices: int = 0
     processes: int = 0
     jobs: list[str] = []
-    trouble: dict[str, str] = {}
+    collector_errors: dict[str, str] = {}
 
 
-class HostsAnswer(HttpResponseBody, frozen=True):
+class HostsResponse(HttpResponseBody, frozen=True):
     """All hosts of the fleet, by name."""
 
-    hosts: list[HostAnswer]
+    hosts: list[HostResponse]
 
 
-class FleetJobAnswer(HttpResponseBody, frozen=True):
+class FleetJobResponse(HttpResponseBody, frozen=True):
     """A job that runs. `traceable`: how many of its processes are prepared for traces on demand.
 
     `hung`: on a host of it processes make no steps any more.
@@ -83,10 +83,10 @@ class FleetJobAnswer(HttpResponseBody, frozen=True):
     hung: bool
 
 
-class FleetJobsAnswer(HttpResponseBody, frozen=True):
+class FleetJobsResponse(HttpResponseBody, frozen=True):
     """Jobs that run now, by name."""
 
-    jobs: list[FleetJobAnswer]
+    jobs: list[FleetJobResponse]
 
 
 class RequestBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class RequestBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     within an hour is the same request.
     """
 
-    wanted: TraceSpec
+    spec: TraceSpec
     choose: Choice = ""
     start: StartBy = "instant"
     at_step: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -118,7 +118,7 @@ class RequestHost(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[str] = []  # rank and profiler, and how far each is
 
 
-class FleetRequestAnswer(HttpResponseBody, frozen=True):
+class FleetRequestResponse(HttpResponseBody, frozen=True):
     """A request and how far it is. `start_ns`: the common instant, 0 before it is set; `capture`:
     the result.
 
@@ -130,7 +130,7 @@ class FleetRequestAnswer(HttpResponseBody, frozen=True):
     id: str
     who: str
     asked_ns: int
-    wanted: TraceSpec
+    spec: TraceSpec
     state: FleetState
     since_ns: int
     start_ns: int
@@ -143,10 +143,10 @@ class FleetRequestAnswer(HttpResponseBody, frozen=True):
     hosts: list[RequestHost]
 
 
-class FleetRequestsAnswer(HttpResponseBody, frozen=True):
+class FleetRequestsResponse(HttpResponseBody, frozen=True):
     """Requests, newest first."""
 
-    requests: list[FleetRequestAnswer]
+    requests: list[FleetRequestResponse]
 
 
 class RequestsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
@@ -155,7 +155,7 @@ class RequestsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=Tr
     most: Annotated[int, Meta(ge=1, le=1000)] = 50
 
 
-def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
+def build_request_answer(request: FleetRequest) -> FleetRequestResponse:
     """Builds the answer about a request."""
     hosts = []
     for host, progress in request.hosts.items():
@@ -177,11 +177,11 @@ def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
                 targets=targets,
             )
         )
-    return FleetRequestAnswer(
+    return FleetRequestResponse(
         id=request.id,
         who=request.who,
         asked_ns=request.asked_ns,
-        wanted=request.wanted,
+        spec=request.spec,
         state=request.state,
         since_ns=request.since_ns,
         start_ns=request.start_ns,
@@ -195,16 +195,16 @@ def build_request_answer(request: FleetRequest) -> FleetRequestAnswer:
     )
 
 
-def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
+def build_host_answer(registry: HostRegistry, name: str) -> HostResponse:
     """Builds the answer about a host."""
-    last = desk.now.get(name)
+    last = registry.now.get(name)
     if last is None:
-        return HostAnswer(host=name)
+        return HostResponse(host=name)
     heartbeat = last.heartbeat
-    return HostAnswer(
+    return HostResponse(
         host=name,
         heard_ns=last.received_ns,
-        lost=not desk.is_fresh(last),
+        lost=not registry.is_fresh(last),
         version=heartbeat.version,
         clock_offset_ns=None if heartbeat.clock is None else heartbeat.clock.offset_ns,
         clock_error_ns=None if heartbeat.clock is None else heartbeat.clock.error_ns,
@@ -212,33 +212,33 @@ def build_host_answer(desk: HostRegistry, name: str) -> HostAnswer:
         stale_devices=sum(bool(device.stale) for device in heartbeat.devices),
         processes=len(heartbeat.processes),
         jobs=sorted({process.job for process in heartbeat.processes if process.job}),
-        trouble=heartbeat.trouble,
+        collector_errors=heartbeat.collector_errors,
     )
 
 
-class RemovedHostAnswer(HttpResponseBody, frozen=True):
+class RemovedHostResponse(HttpResponseBody, frozen=True):
     """A host that belongs to the fleet no more."""
 
     host: str
 
 
-async def _remove_host(context: FleetRequestContext) -> RemovedHostAnswer:
+async def _remove_host(context: FleetRequestContext) -> RemovedHostResponse:
     host = context.request.path_params["host"]
     await context.hosts().remove(host)
     await context.note(host=host)
-    return RemovedHostAnswer(host=host)
+    return RemovedHostResponse(host=host)
 
 
-def _list_jobs(context: FleetRequestContext) -> FleetJobsAnswer:
+def _list_jobs(context: FleetRequestContext) -> FleetJobsResponse:
     members: dict[str, list[tuple[str, HostProcess]]] = defaultdict(list)
     for host, last in context.hosts().fresh().items():
         for process in last.heartbeat.processes:
             if process.job:
                 members[process.job].append((host, process))
-    return FleetJobsAnswer(jobs=[build_job_answer(job, members[job]) for job in sorted(members)])
+    return FleetJobsResponse(jobs=[build_job_answer(job, members[job]) for job in sorted(members)])
 
 
-def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobAnswer:
+def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> FleetJobResponse:
     """Builds the answer about a job from its processes and their hosts."""
     processes = [process for _, process in members]
     rates = [
@@ -249,7 +249,7 @@ def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> Fl
     def first(name: str) -> str:
         return next((text for process in processes if (text := getattr(process, name))), "")
 
-    return FleetJobAnswer(
+    return FleetJobResponse(
         job=job,
         name=first("job_name"),
         scheduler=first("scheduler"),
@@ -285,12 +285,12 @@ def check_own_job(context: FleetRequestContext, job: str) -> None:
         )
 
 
-async def _submit_request(context: FleetRequestContext) -> FleetRequestAnswer:
+async def _submit_request(context: FleetRequestContext) -> FleetRequestResponse:
     body = await context.body(RequestBody)
-    desk = context.hosts()
-    check_own_job(context, body.wanted.job)
-    request = await desk.submit(
-        body.wanted,
+    registry = context.hosts()
+    check_own_job(context, body.spec.job)
+    request = await registry.submit(
+        body.spec,
         context.token.name,
         body.choose,
         start=body.start,
@@ -298,11 +298,11 @@ async def _submit_request(context: FleetRequestContext) -> FleetRequestAnswer:
         after_s=body.after_s,
         mark=f"{context.token.name} {body.mark}" if body.mark else "",
     )
-    await context.note(request=request.id, job=body.wanted.job)
+    await context.note(request=request.id, job=body.spec.job)
     return build_request_answer(request)
 
 
-async def _cancel_request(context: FleetRequestContext) -> FleetRequestAnswer:
+async def _cancel_request(context: FleetRequestContext) -> FleetRequestResponse:
     request = context.fleet_request()
     if request.who != context.token.name and not has_role(context.token, "operator"):
         raise HttpError(403, "another one asked for it", slug="not-allowed")
@@ -341,8 +341,8 @@ REQUEST_ROUTES = (
     FleetRoute(
         path="/api/v1/hosts",
         summary="Hosts and how they are",
-        answer=HostsAnswer,
-        answers=lambda asked: HostsAnswer(
+        answer=HostsResponse,
+        answers=lambda asked: HostsResponse(
             hosts=[build_host_answer(asked.hosts(), name) for name in sorted(asked.hosts().members)]
         ),
     ),
@@ -350,21 +350,24 @@ REQUEST_ROUTES = (
         path="/api/v1/hosts/{host}",
         summary="Let a host belong to the fleet no more",
         answers=_remove_host,
-        answer=RemovedHostAnswer,
+        answer=RemovedHostResponse,
         method="DELETE",
         role="operator",
         refuses=(403, 404, 503),
     ),
     FleetRoute(
-        path="/api/v1/jobs", summary="Jobs that run now", answers=_list_jobs, answer=FleetJobsAnswer
+        path="/api/v1/jobs",
+        summary="Jobs that run now",
+        answers=_list_jobs,
+        answer=FleetJobsResponse,
     ),
     FleetRoute(
         path="/api/v1/requests",
         summary="Requests for traces, newest first",
-        answer=FleetRequestsAnswer,
+        answer=FleetRequestsResponse,
         parameters=RequestsParameters,
         refuses=(400, 503),
-        answers=lambda asked: FleetRequestsAnswer(
+        answers=lambda asked: FleetRequestsResponse(
             requests=[
                 build_request_answer(request)
                 for request in nlargest(
@@ -379,7 +382,7 @@ REQUEST_ROUTES = (
         path="/api/v1/requests",
         summary="Ask for a trace of a job on all of its hosts",
         answers=_submit_request,
-        answer=FleetRequestAnswer,
+        answer=FleetRequestResponse,
         method="POST",
         body=RequestBody,
         role="requester",
@@ -388,7 +391,7 @@ REQUEST_ROUTES = (
     FleetRoute(
         path="/api/v1/requests/{id}",
         summary="A request and how far it is",
-        answer=FleetRequestAnswer,
+        answer=FleetRequestResponse,
         refuses=(404, 503),
         answers=lambda asked: build_request_answer(asked.fleet_request()),
     ),
@@ -396,7 +399,7 @@ REQUEST_ROUTES = (
         path="/api/v1/requests/{id}",
         summary="Cancel a request",
         answers=_cancel_request,
-        answer=FleetRequestAnswer,
+        answer=FleetRequestResponse,
         method="DELETE",
         role="requester",
         refuses=(403, 404, 503),
@@ -428,16 +431,16 @@ def _require_own_host(
     """Wraps a handler so that only the host named in the path may call it."""
 
     async def respond(context: FleetRequestContext) -> msgspec.Struct | Response:
-        desk, host = context.hosts(), context.request.path_params["host"]
-        _check_host(context, desk, host)
-        return await answer(context, desk, host)
+        registry, host = context.hosts(), context.request.path_params["host"]
+        _check_host(context, registry, host)
+        return await answer(context, registry, host)
 
     return respond
 
 
-def _check_host(context: FleetRequestContext, desk: HostRegistry, host: str) -> None:
+def _check_host(context: FleetRequestContext, registry: HostRegistry, host: str) -> None:
     scheme, _, credential = context.request.headers.get("authorization", "").partition(" ")
-    desk.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
+    registry.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
 
 
 async def _enrol(context: FleetRequestContext) -> HostCredentials:
@@ -445,26 +448,28 @@ async def _enrol(context: FleetRequestContext) -> HostCredentials:
 
 
 async def _receive_heartbeat(
-    context: FleetRequestContext, desk: HostRegistry, host: str
-) -> HeartbeatAnswer:
+    context: FleetRequestContext, registry: HostRegistry, host: str
+) -> HeartbeatResponse:
     heartbeat = await context.body(Heartbeat)
     # Checked again: it may have been removed during the upload of its body.
-    _check_host(context, desk, host)
-    return await desk.heartbeat(host, heartbeat)
+    _check_host(context, registry, host)
+    return await registry.heartbeat(host, heartbeat)
 
 
 async def _receive_report(
-    context: FleetRequestContext, desk: HostRegistry, host: str
-) -> ReportAnswer:
-    return await desk.report(
+    context: FleetRequestContext, registry: HostRegistry, host: str
+) -> ReportResponse:
+    return await registry.report(
         host, context.request.path_params["id"], await context.body(HostReport)
     )
 
 
-async def _receive_file(context: FleetRequestContext, desk: HostRegistry, host: str) -> Response:
+async def _receive_file(
+    context: FleetRequestContext, registry: HostRegistry, host: str
+) -> Response:
     path = context.request.path_params
     try:
-        await desk.take_file(host, path["id"], path["name"], context.request.stream())
+        await registry.take_file(host, path["id"], path["name"], context.request.stream())
     except ClientDisconnect as error:  # the host sends it again
         raise make_truncated_error() from error
     return Response(status_code=204)
@@ -480,18 +485,18 @@ class EnrolmentBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
     days: Annotated[float, Meta(gt=0, le=365)] = 1.0
 
 
-class EnrolmentAnswer(HttpResponseBody, frozen=True):
+class EnrolmentResponse(HttpResponseBody, frozen=True):
     """A new token of enrolment; nobody can be told `token` again."""
 
     host: str
     token: str
 
 
-async def _add_enrolment(context: FleetRequestContext) -> EnrolmentAnswer:
+async def _add_enrolment(context: FleetRequestContext) -> EnrolmentResponse:
     body = await context.body(EnrolmentBody)
     token = await asyncio.to_thread(context.service.state.add_enrolment, body.host, body.days)
     await context.note(host=body.host)
-    return EnrolmentAnswer(host=body.host, token=token)
+    return EnrolmentResponse(host=body.host, token=token)
 
 
 HOST_ROUTES = (
@@ -499,7 +504,7 @@ HOST_ROUTES = (
         path=AGENTS_PATH.rstrip("/"),
         summary="Make a token by which a host joins the fleet, once",
         answers=_add_enrolment,
-        answer=EnrolmentAnswer,
+        answer=EnrolmentResponse,
         method="POST",
         body=EnrolmentBody,
         role="operator",
@@ -519,7 +524,7 @@ HOST_ROUTES = (
         path=f"{AGENTS_PATH}{{host}}/heartbeat",
         summary="Take how a host is, and what its devices did",
         answers=_require_own_host(_receive_heartbeat),
-        answer=HeartbeatAnswer,
+        answer=HeartbeatResponse,
         method="POST",
         body=Heartbeat,
         role=None,
@@ -529,11 +534,11 @@ HOST_ROUTES = (
         path=f"{AGENTS_PATH}{{host}}/work",
         summary="What a host is to do; waits for something new",
         answers=_require_own_host(
-            lambda asked, desk, host: desk.work(
+            lambda asked, registry, host: registry.work(
                 host, *msgspec.structs.astuple(asked.parameters(WorkParameters))
             )
         ),
-        answer=WorkAnswer,
+        answer=WorkResponse,
         parameters=WorkParameters,
         role=None,
         refuses=(400, 503),
@@ -542,7 +547,7 @@ HOST_ROUTES = (
         path=f"{AGENTS_PATH}{{host}}/requests/{{id}}",
         summary="How far a host is with a request",
         answers=_require_own_host(_receive_report),
-        answer=ReportAnswer,
+        answer=ReportResponse,
         method="POST",
         body=HostReport,
         role=None,
@@ -571,14 +576,14 @@ class JobStatementBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True
     application: Message = ""
 
 
-class JobStatementAnswer(HttpResponseBody, frozen=True):
+class JobStatementResponse(HttpResponseBody, frozen=True):
     """Of which job it was taken, and whether it differs from what the job said before."""
 
     job: str
     changed: bool
 
 
-async def _store_job_statement(context: FleetRequestContext) -> JobStatementAnswer:
+async def _store_job_statement(context: FleetRequestContext) -> JobStatementResponse:
     job, body = context.request.path_params["job"], await context.body(JobStatementBody)
     users = context.hosts().users_of(job)
     if not users:
@@ -595,9 +600,9 @@ async def _store_job_statement(context: FleetRequestContext) -> JobStatementAnsw
         await asyncio.to_thread(context.service.state.say_of_jobs, {job: facts}, time.time_ns())
     )
     if changed:
-        context.service.pipeline.look()
+        context.service.pipeline.wake()
         await context.note(job=job)
-    return JobStatementAnswer(job=job, changed=changed)
+    return JobStatementResponse(job=job, changed=changed)
 
 
 STATEMENT_ROUTES = (
@@ -605,7 +610,7 @@ STATEMENT_ROUTES = (
         path="/api/v1/jobs/{job:path}",
         summary="Take what a job says of itself",
         answers=_store_job_statement,
-        answer=JobStatementAnswer,
+        answer=JobStatementResponse,
         method="PUT",
         body=JobStatementBody,
         role="requester",

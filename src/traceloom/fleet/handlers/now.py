@@ -23,8 +23,8 @@ from traceloom.fleet.analyses.regressions import MIX_CAUSES, find_regressions
 from traceloom.fleet.api import Job
 from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
 from traceloom.fleet.handlers.hosts import (
-    FleetJobAnswer,
-    HostAnswer,
+    FleetJobResponse,
+    HostResponse,
     build_host_answer,
     build_job_answer,
 )
@@ -327,7 +327,7 @@ _SLOWER_S, _MOST_SLOWER = 300.0, 100
 _MAX_WINDOW_NS = 3600 * 10**9  # of a capture, for which usage is looked up
 
 
-class FleetStatusAnswer(HttpResponseBody, frozen=True):
+class FleetStatusResponse(HttpResponseBody, frozen=True):
     """The fleet now: hosts that are silent, devices by state, tasks of the pipeline by state, the
     last day's topline.
 
@@ -363,7 +363,7 @@ class SlowerKernel(msgspec.Struct, frozen=True, kw_only=True):
     jobs_after: int
 
 
-class FleetProblemsAnswer(HttpResponseBody, frozen=True):
+class FleetProblemsResponse(HttpResponseBody, frozen=True):
     """What is wrong with what was captured: kernels that became slower, what costs most first;
     analyses that failed.
     """
@@ -372,10 +372,10 @@ class FleetProblemsAnswer(HttpResponseBody, frozen=True):
     quarantined: list[QuarantinedCapture]
 
 
-class HostDetailAnswer(HttpResponseBody, frozen=True):
+class HostDetailResponse(HttpResponseBody, frozen=True):
     """A host, its devices, and its processes with what their agent says of them."""
 
-    host: HostAnswer
+    host: HostResponse
     devices: list[DeviceStatus]
     processes: list[HostProcess]
 
@@ -387,12 +387,12 @@ class JobProcess(msgspec.Struct, frozen=True, kw_only=True):
     process: HostProcess
 
 
-class JobDetailAnswer(HttpResponseBody, frozen=True):
+class JobDetailResponse(HttpResponseBody, frozen=True):
     """A job that runs now, its processes by rank; `job`: null where it does not run, as far as
     hosts say.
     """
 
-    job: FleetJobAnswer | None
+    job: FleetJobResponse | None
     processes: list[JobProcess]
 
 
@@ -403,13 +403,13 @@ class FindingsParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=Tr
     job: Job = ""
 
 
-class FindingsAnswer(HttpResponseBody, frozen=True):
+class FindingsResponse(HttpResponseBody, frozen=True):
     """Findings, what saves most first."""
 
     findings: list[FleetFinding]
 
 
-class CaptureFactsAnswer(HttpResponseBody, frozen=True):
+class CaptureFactsResponse(HttpResponseBody, frozen=True):
     """What the tables say of a capture, and what agents measured of its job meanwhile; null: not in
     the tables yet.
     """
@@ -426,29 +426,29 @@ class UsageParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True)
     hours: Annotated[float, Meta(gt=0, le=24 * 92)] = 6.0
 
 
-class UsageAnswer(HttpResponseBody, frozen=True):
+class UsageResponse(HttpResponseBody, frozen=True):
     """Device time, the last first; by minutes up to six hours, by hours beyond."""
 
     usage: list[UsagePeriod]
 
 
-async def _get_fleet_now(context: FleetRequestContext) -> FleetStatusAnswer:
-    desk = context.hosts()
-    fresh = desk.fresh()
+async def _get_fleet_now(context: FleetRequestContext) -> FleetStatusResponse:
+    hosts = context.hosts()
+    fresh = hosts.fresh()
     tasks, topline = await asyncio.gather(
         asyncio.to_thread(context.service.state.counts),
         asyncio.to_thread(context.service.live_queries.topline),
     )
-    return FleetStatusAnswer(
-        hosts=len(desk.members),
-        lost=sorted(desk.members.keys() - fresh.keys()),
-        devices=count_states(list_devices(desk.now, fresh)),
+    return FleetStatusResponse(
+        hosts=len(hosts.members),
+        lost=sorted(hosts.members.keys() - fresh.keys()),
+        devices=count_states(list_devices(hosts.now, fresh)),
         tasks=tasks,
         topline=topline if topline.device_hours else None,
     )
 
 
-async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnswer:
+async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsResponse:
     regressions, tasks = await asyncio.gather(
         context.service.questions.ask(
             QUESTION["regressions"], ALL_CHANGES_QUERY, seconds=_SLOWER_S
@@ -456,7 +456,7 @@ async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnsw
         asyncio.to_thread(context.service.state.quarantined),
     )
     slower = (row for row in regressions.changes if row.change > 0 and row.cause not in MIX_CAUSES)  # type: ignore[attr-defined]
-    return FleetProblemsAnswer(
+    return FleetProblemsResponse(
         slower=[
             msgspec.convert(row, SlowerKernel, from_attributes=True)
             for row in islice(slower, _MOST_SLOWER)
@@ -465,30 +465,30 @@ async def _get_fleet_problems(context: FleetRequestContext) -> FleetProblemsAnsw
     )
 
 
-async def _get_host(context: FleetRequestContext) -> HostDetailAnswer:
-    desk, name = context.hosts(), context.request.path_params["host"]
-    if name not in desk.members:
+async def _get_host(context: FleetRequestContext) -> HostDetailResponse:
+    hosts, name = context.hosts(), context.request.path_params["host"]
+    if name not in hosts.members:
         raise HttpError(
             404, f"there is no host `{name}`", slug="no-such-host", hint="`traceloom fleet hosts`"
         )
-    last, fresh = desk.now.get(name), desk.fresh()
-    return HostDetailAnswer(
-        host=build_host_answer(desk, name),
+    last, fresh = hosts.now.get(name), hosts.fresh()
+    return HostDetailResponse(
+        host=build_host_answer(hosts, name),
         devices=[] if last is None else list_devices({name: last}, fresh),
         processes=[] if last is None else last.heartbeat.processes,
     )
 
 
-async def _get_job(context: FleetRequestContext) -> JobDetailAnswer:
+async def _get_job(context: FleetRequestContext) -> JobDetailResponse:
     job = context.request.path_params["job"]
     members = list_job_processes(context.hosts().fresh(), job)
-    return JobDetailAnswer(
+    return JobDetailResponse(
         job=build_job_answer(job, members) if members else None,
         processes=[JobProcess(host=host, process=process) for host, process in members],
     )
 
 
-async def _list_findings(context: FleetRequestContext) -> FindingsAnswer:
+async def _list_findings(context: FleetRequestContext) -> FindingsResponse:
     parameters, service = context.parameters(FindingsParameters), context.service
 
     def rows() -> list[FleetFinding]:
@@ -504,25 +504,25 @@ async def _list_findings(context: FleetRequestContext) -> FindingsAnswer:
             ],
         )
 
-    return FindingsAnswer(findings=await asyncio.to_thread(rows))
+    return FindingsResponse(findings=await asyncio.to_thread(rows))
 
 
-async def _get_capture_facts(context: FleetRequestContext) -> CaptureFactsAnswer:
+async def _get_capture_facts(context: FleetRequestContext) -> CaptureFactsResponse:
     capture, watching = await context.capture(), context.service.live_queries
 
-    def answer() -> CaptureFactsAnswer:
+    def answer() -> CaptureFactsResponse:
         facts = watching.facts(capture.id)
         if facts is None or not capture.job:
-            return CaptureFactsAnswer(facts=facts, beside=[])
+            return CaptureFactsResponse(facts=facts, beside=[])
         end_ns = min(facts.start_ns + facts.window_ns, facts.start_ns + _MAX_WINDOW_NS)
-        return CaptureFactsAnswer(
+        return CaptureFactsResponse(
             facts=facts, beside=watching.beside(capture.job, facts.start_ns, end_ns)
         )
 
     return await asyncio.to_thread(answer)
 
 
-async def _list_usage(context: FleetRequestContext) -> UsageAnswer:
+async def _list_usage(context: FleetRequestContext) -> UsageResponse:
     parameters = context.parameters(UsageParameters)
     rows = await asyncio.to_thread(
         context.service.live_queries.usage,
@@ -530,7 +530,7 @@ async def _list_usage(context: FleetRequestContext) -> UsageAnswer:
         job=parameters.job,
         hours=parameters.hours,
     )
-    return UsageAnswer(usage=rows)
+    return UsageResponse(usage=rows)
 
 
 WATCH_ROUTES = (
@@ -538,35 +538,35 @@ WATCH_ROUTES = (
         path="/api/v1/now",
         summary="The fleet at this moment, and the last day's topline",
         answers=_get_fleet_now,
-        answer=FleetStatusAnswer,
+        answer=FleetStatusResponse,
         refuses=(503,),
     ),
     FleetRoute(
-        path="/api/v1/trouble",
+        path="/api/v1/problems",
         summary="Kernels that became slower, and captures that could not be analysed",
         answers=_get_fleet_problems,
-        answer=FleetProblemsAnswer,
+        answer=FleetProblemsResponse,
         refuses=(503,),
     ),
     FleetRoute(
         path="/api/v1/hosts/{host}",
         summary="A host, its devices and processes",
         answers=_get_host,
-        answer=HostDetailAnswer,
+        answer=HostDetailResponse,
         refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/jobs/{job:path}",
         summary="A job that runs now, and its processes",
         answers=_get_job,
-        answer=JobDetailAnswer,
+        answer=JobDetailResponse,
         refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/findings/latest",
         summary="Findings of a capture, or of the last captures of a job",
         answers=_list_findings,
-        answer=FindingsAnswer,
+        answer=FindingsResponse,
         parameters=FindingsParameters,
         refuses=(400,),
     ),
@@ -574,14 +574,14 @@ WATCH_ROUTES = (
         path="/api/v1/captures/{id}/facts",
         summary="What the tables say of a capture, and what agents measured beside",
         answers=_get_capture_facts,
-        answer=CaptureFactsAnswer,
+        answer=CaptureFactsResponse,
         refuses=(404,),
     ),
     FleetRoute(
         path="/api/v1/usage",
         summary="Device time of a host or job",
         answers=_list_usage,
-        answer=UsageAnswer,
+        answer=UsageResponse,
         parameters=UsageParameters,
         refuses=(400,),
     ),
@@ -624,7 +624,7 @@ class LiveRow(HttpResponseBody, frozen=True):
     step_s: float | None
 
 
-class LiveAnswer(HttpResponseBody, frozen=True):
+class LiveResponse(HttpResponseBody, frozen=True):
     """What there is now, by name; `more`: there are rows after these."""
 
     at_ns: int
@@ -665,7 +665,7 @@ class _LiveGroup:
 
 def build_live_answer(
     hosts: Mapping[str, LastHeartbeat], parameters: LiveParameters, now_ns: int
-) -> LiveAnswer:
+) -> LiveResponse:
     """Builds the answer to a live query.
 
     Args:
@@ -715,14 +715,14 @@ def build_live_answer(
                 step_s=1 / rate if rate else None,
             )
         )
-    return LiveAnswer(at_ns=now_ns, rows=rows, more=len(groups) > parameters.top)
+    return LiveResponse(at_ns=now_ns, rows=rows, more=len(groups) > parameters.top)
 
 
 LIVE_ROUTES = (
     FleetRoute(
         path="/api/v1/query",
         summary="What jobs, hosts and devices do now",
-        answer=LiveAnswer,
+        answer=LiveResponse,
         answers=lambda asked: build_live_answer(
             asked.hosts().fresh(), asked.parameters(LiveParameters), asked.hosts().clock()
         ),

@@ -8,8 +8,22 @@ from typing import Any
 from urllib.parse import urlencode
 
 import msgspec
-from htpy import Node, a, button, code, details, div, form, label, option, p, select, span, summary
-from htpy import input as input_
+from htpy import (
+    Node,
+    a,
+    button,
+    code,
+    details,
+    div,
+    form,
+    input as input_,
+    label,
+    option,
+    p,
+    select,
+    span,
+    summary,
+)
 
 from traceloom.fleet.portal.page_request import PageRequest, PageUrl
 from traceloom.fleet.portal.tables import PageColumn, PageRow, convert_column

@@ -45,7 +45,7 @@ class ChartDot(NamedTuple):
 
     time_ns: int
     value: float
-    look: str
+    style: str
     says: str
     href: str
 
@@ -56,7 +56,7 @@ class ChartLevel(NamedTuple):
     since_ns: int
     until_ns: int
     value: float
-    look: str
+    style: str
 
 
 class ChartColumn(NamedTuple):
@@ -79,7 +79,7 @@ class IcicleBox:
         says: Description, on hover and for screen readers.
         amount: Its amount as text.
         filled: The share of it that is dark.
-        look: Colour group.
+        style: Colour group.
         href: Link target.
         here: It is the current page.
     """
@@ -91,7 +91,7 @@ class IcicleBox:
     says: str
     amount: str
     filled: float
-    look: str
+    style: str
     href: str
     here: bool = False
 
@@ -140,12 +140,12 @@ def draw_dots(
         markup += Markup(
             '<a href="{}" tabindex="-1"><circle class="f-{}" cx="{:.2f}%" cy="{:.1f}" r="3.5"><title>{}</title>'
             "</circle></a>"
-        ).format(point.href, point.look, x(point.time_ns), y(point.value), point.says)
+        ).format(point.href, point.style, x(point.time_ns), y(point.value), point.says)
     for level in levels:
         markup += Markup(
             '<line class="level l-{}" x1="{:.2f}%" x2="{:.2f}%" y1="{:.1f}" y2="{:.1f}"/>'
         ).format(
-            level.look,
+            level.style,
             x(max(level.since_ns, first)),
             x(min(level.until_ns, last)),
             y(level.value),
@@ -214,8 +214,8 @@ def draw_icicle(boxes: Iterable[IcicleBox], label: str) -> Node:
             100 * box.size,
             _BOX_HEIGHT - 1,
             box.says,
-            box.look,
-            box.look,
+            box.style,
+            box.style,
             _BOX_HEIGHT - 5,
             100 * box.filled,
             _BOX_HEIGHT - 5,

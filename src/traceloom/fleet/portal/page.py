@@ -37,6 +37,7 @@ from htpy import (
     head,
     header,
     html,
+    input as input_,
     label,
     legend,
     li,
@@ -51,10 +52,9 @@ from htpy import (
     section,
     span,
     summary,
+    title as title_,
     ul,
 )
-from htpy import input as input_
-from htpy import title as title_
 from markupsafe import Markup
 
 from traceloom.fleet.handlers.captures import has_role

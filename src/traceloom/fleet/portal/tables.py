@@ -22,23 +22,17 @@ from htpy import (
     div,
     figure,
     form,
+    input as input_,
     nav,
     p,
     span,
+    table as table_,
     tbody,
     td,
     th,
     thead,
-    tr,
-)
-from htpy import (
-    input as input_,
-)
-from htpy import (
-    table as table_,
-)
-from htpy import (
     time as time_,
+    tr,
 )
 
 from traceloom.fleet.portal.page_request import PageUrl

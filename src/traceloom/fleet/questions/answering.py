@@ -27,7 +27,7 @@ MAX_CONCURRENT = 2
 
 
 @dataclass(slots=True)
-class _CachedAnswer(Generic[T]):
+class _CachedResponse(Generic[T]):
     """An answer, computed or in progress.
 
     `basis`: versions of its inputs, None: unknown; `at`: when it was computed, in seconds.
@@ -51,7 +51,7 @@ class AnswerCache(Generic[T]):
         self.most, self.clock = max_entries, clock
         self._lock, self._room = threading.Lock(), threading.BoundedSemaphore(MAX_CONCURRENT)
         # Least recently used first.
-        self._kept: dict[Hashable, _CachedAnswer[T]] = {}
+        self._kept: dict[Hashable, _CachedResponse[T]] = {}
 
     def get(
         self,
@@ -80,7 +80,7 @@ class AnswerCache(Generic[T]):
             else:  # a caller that accepts an older answer also accepts one that is being computed
                 is_new = seconds <= 0
             if cached is None or is_new:
-                cached = _CachedAnswer(basis, Future())
+                cached = _CachedResponse(basis, Future())
             self._kept[question] = cached
             if len(self._kept) > self.most:
                 del self._kept[next(iter(self._kept))]

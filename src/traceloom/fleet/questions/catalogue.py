@@ -7,16 +7,20 @@ from collections.abc import Mapping
 import polars as pl
 
 from traceloom.fleet.analyses.anomalies import count_common_findings, find_outliers
-from traceloom.fleet.analyses.attribution import ATTRIBUTION_DIMENSIONS as DEVICE_TIME_BY
 from traceloom.fleet.analyses.attribution import (
+    ATTRIBUTION_DIMENSIONS as DEVICE_TIME_BY,
     build_attribution_tree,
     divide_device_time,
     match_pattern,
 )
-from traceloom.fleet.analyses.efficiency import INVESTMENT_DIMENSIONS as SAVINGS_BY
-from traceloom.fleet.analyses.efficiency import METRICS, compute_fleet_topline, compute_savings
-from traceloom.fleet.analyses.kernels import GPU_TIME_DIMENSIONS as GPU_TIME_BY
+from traceloom.fleet.analyses.efficiency import (
+    INVESTMENT_DIMENSIONS as SAVINGS_BY,
+    METRICS,
+    compute_fleet_topline,
+    compute_savings,
+)
 from traceloom.fleet.analyses.kernels import (
+    GPU_TIME_DIMENSIONS as GPU_TIME_BY,
     build_kernel_history,
     compute_shape_coverage,
     divide_gpu_time,

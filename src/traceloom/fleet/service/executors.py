@@ -222,7 +222,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     main: str = "traceloom.fleet.service.worker"
 
 
-class ClusterAnswer(msgspec.Struct, frozen=True):
+class ClusterResponse(msgspec.Struct, frozen=True):
     """Outcome of a task in a cluster: its result, or what failed.
 
     `failed` is `worker` if the failure is not due to the task.
@@ -241,7 +241,7 @@ def _work_in_worker(task: bytes, settings: bytes) -> bytes:
 
 
 def run_in_worker(task: bytes, settings: bytes, slots: int, temporary: str) -> bytes:
-    """Runs a task in a worker of the cluster; returns a `ClusterAnswer`. All bytes are MessagePack.
+    """Runs a task in a worker of the cluster; returns a `ClusterResponse`. All bytes are MessagePack.
 
     Args:
         task: An `EngineTask`.
@@ -252,23 +252,23 @@ def run_in_worker(task: bytes, settings: bytes, slots: int, temporary: str) -> b
     return msgspec.msgpack.encode(_run_task(task, settings, slots, temporary))
 
 
-def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterAnswer:
+def _run_task(task: bytes, encoded: bytes, slots: int, temporary: str) -> ClusterResponse:
     try:
         settings = msgspec.msgpack.decode(encoded, type=ClusterSettings)
         if settings.version != __version__:
             differs = f"a worker has Traceloom {__version__}, the service {settings.version}"
-            return ClusterAnswer(failed="worker", error=differs)
+            return ClusterResponse(failed="worker", error=differs)
         with _lock:
             processes = _get_processes(slots, settings, temporary)
-        return ClusterAnswer(
+        return ClusterResponse(
             processes.submit(msgspec.msgpack.decode(task, type=EngineTask)).result()
         )
     except TaskError as error:
-        return ClusterAnswer(failed="for good" if error.final else "task", error=str(error))
+        return ClusterResponse(failed="for good" if error.final else "task", error=str(error))
     except (TraceloomError, OSError) as error:
-        return ClusterAnswer(failed="worker", error=f"{socket.gethostname()}: {error}")
+        return ClusterResponse(failed="worker", error=f"{socket.gethostname()}: {error}")
     except Exception as error:  # noqa: BLE001  (if raised, the cluster would log the task, including signed URLs)
-        return ClusterAnswer(
+        return ClusterResponse(
             failed="worker", error=f"{socket.gethostname()}: {type(error).__name__}: {error}"
         )
 
@@ -405,7 +405,7 @@ class DaskEngine:
             content = self._request(
                 f"traceloom-{task.name}-{secrets.token_hex(8)}", msgspec.msgpack.encode(task)
             )
-            answer = msgspec.msgpack.decode(content, type=ClusterAnswer)
+            answer = msgspec.msgpack.decode(content, type=ClusterResponse)
         except msgspec.MsgspecError as error:
             raise self._unavailable(f"a worker answered something else: {error}") from error
         except TraceloomError as error:

@@ -138,7 +138,7 @@ class CapturePipeline:
         """
         return bool(self.term) and time.monotonic() < self._leads_until
 
-    def look(self) -> None:
+    def wake(self) -> None:
         """Wakes up a worker, as a task was added."""
         self._more.set()
 

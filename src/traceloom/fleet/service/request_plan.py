@@ -108,7 +108,7 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     who: str
     asked_ns: int
-    wanted: TraceSpec
+    spec: TraceSpec
     hosts: dict[str, HostStatus] = {}
     state: FleetState = "planned"
     since_ns: int = 0
@@ -327,13 +327,13 @@ def get_host_work(request: FleetRequest, host: str) -> HostWork | None:
     progress = request.hosts.get(host)
     if progress is None or progress.ended or request.ended:
         return None
-    spec = replace(request.wanted, host="", at_ns=0)
+    spec = replace(request.spec, host="", at_ns=0)
     if not request.start_ns:
-        return HostWork(request=request.id, step="arm", wanted=spec, start=request.start)
+        return HostWork(request=request.id, step="arm", spec=spec, start=request.start)
     return HostWork(
         request=request.id,
         step="start",
-        wanted=spec,
+        spec=spec,
         start=request.start,
         at_ns=progress.at_ns,
         at_step=request.start_step,
@@ -400,7 +400,7 @@ def _estimate_steps(request: FleetRequest, now_ns: int) -> tuple[str, int, float
     """Returns why there is no common step ("" if there is), the steps done by now, and steps per
     second.
     """
-    if request.wanted.steps is None or request.wanted.profilers != ("timeline",):
+    if request.spec.steps is None or request.spec.profilers != ("timeline",):
         return "only a timeline of a number of steps can begin with a step", 0, 0.0
     steps_by_process: dict[str, float] = {}
     rates: list[float] = []
@@ -452,7 +452,7 @@ def _set_start_time(request: FleetRequest, now_ns: int) -> FleetRequest:
 
 def _estimate_duration_ns(request: FleetRequest) -> int:
     """Returns how long after the start a host may still be tracing, in ns."""
-    seconds = request.wanted.duration_s
+    seconds = request.spec.duration_s
     if seconds is None:
         rates = [
             process.steps_per_second
@@ -461,7 +461,7 @@ def _estimate_duration_ns(request: FleetRequest) -> int:
             if process.steps_per_second
         ]
         seconds = (
-            (request.wanted.steps or 0) * min(2 / min(rates), _MAX_STEP_S) if rates else _MAX_STEP_S
+            (request.spec.steps or 0) * min(2 / min(rates), _MAX_STEP_S) if rates else _MAX_STEP_S
         )
     return int(min(seconds, _MAX_AHEAD_S) * _SECOND_NS) + _READY_TIMEOUT_NS + _DRAIN_TIMEOUT_NS
 

@@ -38,15 +38,15 @@ from traceloom.agent.fleet_link.protocol import (
     ClockOffset,
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostFile,
     HostProcess,
     HostReport,
-    ReportAnswer,
+    ReportResponse,
     StartBy,
     UsageRow,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.errors import InputError, OutputError, TraceloomError
@@ -241,7 +241,7 @@ class HostRegistry:
 
     # Heartbeats.
 
-    async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatAnswer:
+    async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatResponse:
         """Processes a heartbeat and its usage; repeated usage is acknowledged again."""
         received_ns = self.clock()
         believed = [
@@ -271,7 +271,7 @@ class HostRegistry:
             }
             await asyncio.to_thread(self.state.add_usage, host, documents)
             through = max(row.minute for row in heartbeat.usage)
-        return HeartbeatAnswer(
+        return HeartbeatResponse(
             received_ns=received_ns, answered_ns=self.clock(), usage_through=through
         )
 
@@ -349,7 +349,7 @@ class HostRegistry:
             )
         now_ns = self.clock()
         for same in self.requests.values() if mark else ():
-            if (same.mark, same.wanted.job) == (
+            if (same.mark, same.spec.job) == (
                 mark,
                 spec.job,
             ) and now_ns - same.asked_ns < _SAME_NS:
@@ -358,7 +358,7 @@ class HostRegistry:
             id=secrets.token_hex(8),
             who=requester,
             asked_ns=now_ns,
-            wanted=spec,
+            spec=spec,
             trigger=trigger,
             start=start,
             at_step=at_step,
@@ -405,7 +405,7 @@ class HostRegistry:
                 if current.state in {"done", "partial", "failed"}:
                     content = {
                         "id": current.id,
-                        "job": current.wanted.job,
+                        "job": current.spec.job,
                         "who": current.who,
                         "state": current.state,
                         "reason": current.reason,
@@ -464,7 +464,7 @@ class HostRegistry:
 
     # Work.
 
-    async def work(self, host: str, version: str, wait_s: float) -> WorkAnswer:
+    async def work(self, host: str, version: str, wait_s: float) -> WorkResponse:
         """Returns the work of a host; waits while the host already has that `version`."""
         until = time.monotonic() + min(max(0.0, wait_s), MAX_WAIT_S)  # in this order NaN becomes 0
         while True:
@@ -474,11 +474,11 @@ class HostRegistry:
             current_version = hashlib.sha256(msgspec.json.encode(work)).hexdigest()[:16]
             remaining_s = until - time.monotonic()
             if current_version != version or remaining_s <= 0 or self._closing:
-                return WorkAnswer(version=current_version, work=work)
+                return WorkResponse(version=current_version, work=work)
             with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
                 await asyncio.wait_for(call.wait(), remaining_s)
 
-    async def report(self, host: str, request: str, report: HostReport) -> ReportAnswer:
+    async def report(self, host: str, request: str, report: HostReport) -> ReportResponse:
         """Processes a host's report; returns its files that are missing.
 
         Raises:
@@ -506,7 +506,7 @@ class HostRegistry:
             if missing:
                 report = msgspec.structs.replace(report, state="uploading")
         await self._advance(apply_report(self.requests[request], host, report, self.clock()))
-        return ReportAnswer(missing=missing)
+        return ReportResponse(missing=missing)
 
     async def take_file(
         self, host: str, request: str, name: str, content: AsyncIterator[bytes]
@@ -828,12 +828,12 @@ class RequestCompletion:
     """Merges the parts of requests, one request at a time, and waits for their analysis.
 
     Args:
-        desk: Holds requests and the directory of their parts.
+        registry: Holds requests and the directory of their parts.
         pipeline: Analyses captures.
     """
 
-    def __init__(self, desk: HostRegistry, pipeline: CapturePipeline) -> None:
-        self.desk, self.pipeline = desk, pipeline
+    def __init__(self, registry: HostRegistry, pipeline: CapturePipeline) -> None:
+        self.registry, self.pipeline = registry, pipeline
         self._one = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -859,8 +859,8 @@ class RequestCompletion:
                 if request.state == "stitching":
                     async with self._one:
                         capture, faults = await asyncio.to_thread(self._join, request)
-                    request = finish_stitching(request, capture, self.desk.clock(), faults)
-                    await self.desk.put(request)
+                    request = finish_stitching(request, capture, self.registry.clock(), faults)
+                    await self.registry.put(request)
                 fault = await self._analysed(request.capture)
                 break
             except (TraceloomError, OSError) as error:
@@ -878,7 +878,7 @@ class RequestCompletion:
                 break
             await asyncio.sleep(_PAUSE_S)
         with contextlib.suppress(TraceloomError):  # the registry stores it as soon as it can
-            await self.desk.put(finish_analysis(request, self.desk.clock(), fault))
+            await self.registry.put(finish_analysis(request, self.registry.clock(), fault))
 
     async def _analysed(self, capture: str) -> str:
         """Waits for an analysis; returns why it failed for good, "" once its rows are in the
@@ -898,7 +898,11 @@ class RequestCompletion:
         Idempotent.
         """
         parts = [
-            HostPart(host=host, folder=self.desk.incoming / request.id / host, clock=progress.clock)
+            HostPart(
+                host=host,
+                folder=self.registry.incoming / request.id / host,
+                clock=progress.clock,
+            )
             for host, progress in request.hosts.items()
             if progress.state == "uploaded"
         ]
@@ -907,9 +911,11 @@ class RequestCompletion:
             "id": request.id,
             "who": request.who,
             "asked_ns": request.asked_ns,
-            "wanted": msgspec.to_builtins(request.wanted),
+            "spec": msgspec.to_builtins(request.spec),
         }
-        with tempfile.TemporaryDirectory(prefix="traceloom-", dir=self.desk.incoming) as temporary:
+        with tempfile.TemporaryDirectory(
+            prefix="traceloom-", dir=self.registry.incoming
+        ) as temporary:
             merged_directory = Path(temporary, "capture")
             faults = merge_host_parts(parts, merged_directory, request_fields)
             for fault in faults:
@@ -923,9 +929,9 @@ class RequestCompletion:
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}",
                 day=day,
-                job=request.wanted.job,
+                job=request.spec.job,
                 uploader=request.who,
-                received_ns=self.desk.clock(),
+                received_ns=self.registry.clock(),
                 complete=False,
                 bytes=sum(file.size for file in files),
                 files=files,
@@ -937,5 +943,5 @@ class RequestCompletion:
                         f"{get_capture_directory(record)}/{path.name}", path
                     )
                 self.pipeline.state.complete_capture(record.id, __version__)
-                self.pipeline.look()
+                self.pipeline.wake()
         return record.id, faults

@@ -316,7 +316,7 @@ class FleetService:
         if completion is not None:
             await completion.close()
 
-    def check(self) -> forms.FleetCheckAnswer:
+    def check(self) -> forms.FleetCheckResponse:
         """Checks the stores and the engine that the service depends on."""
         counts = self.state.counts()
         checks = [
@@ -331,7 +331,7 @@ class FleetService:
             checks.append(
                 forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text)
             )
-        return forms.FleetCheckAnswer(checks=checks, tasks=counts)
+        return forms.FleetCheckResponse(checks=checks, tasks=counts)
 
     def _run_check(
         self, name: str, location: str, action: Callable[[], object]

@@ -3,7 +3,7 @@
   const drawing = document.getElementById("drawing");
   const boxes = [...drawing.querySelectorAll(".box")];
   const lines = [...drawing.querySelectorAll(".line")];
-  const said = document.getElementById("said");
+  const said = document.getElementById("description");
   const hint = said.textContent;
   const whole = drawing.dataset.view.split(" ").map(Number);
   let view = [...whole];

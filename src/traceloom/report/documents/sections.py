@@ -404,7 +404,7 @@ AcrossRanksHostsRow = TypedDict("AcrossRanksHostsRow", {
     "alone_ns": int,
 })
 AcrossRanksReasonsRow = TypedDict("AcrossRanksReasonsRow", {
-    "rank": int, "cause": str, "collective_count": int, "waited_ns": int, "late_ns": int, "most_late_ns": int,
+    "rank": int, "cause": str, "collective_count": int, "waited_ns": int, "late_ns": int, "max_late_ns": int,
 })
 AcrossRanksCollectivesRow = TypedDict("AcrossRanksCollectivesRow", {
     "instance": int, "step": int | None, "kind": str | None, "group": str | None, "group_size": int | None,

@@ -209,12 +209,12 @@ def summarise_core_sections(document: ReportDocument) -> list[tuple[str, str]]:
 
 def select_visible_sections(document: ReportDocument) -> tuple[Section[Any, Any], ...]:
     """Returns the sections beyond the core that a document includes, and that did not fail."""
-    left_out = {
+    omitted = {
         entry["path"]
         for entry in document.get("absent") or []
         if entry["reason"].startswith((NOT_REQUESTED_REASON, FAILED_REASON))
     }
-    return tuple(load_section(key) for key in EXTRA_KEYS if key in document and key not in left_out)
+    return tuple(load_section(key) for key in EXTRA_KEYS if key in document and key not in omitted)
 
 
 def collect_reasons(sections: Iterable[Section[Any, Any]]) -> dict[str, str]:

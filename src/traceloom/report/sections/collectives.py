@@ -202,7 +202,7 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             .select(list(_CALLS))
         )
         if not calls.height:
-            unknowns.say("collectives")
+            unknowns.explain("collectives")
         return {
             **self.lists({"summary": summary, "calls": longest}, unknowns),
             "call_count": calls.height,
@@ -388,7 +388,7 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
             merge_rank_calls(measurements.results), declared, measurements.session.world_size
         ).groups
         if not groups.height:
-            unknowns.say("groups")
+            unknowns.explain("groups")
         return unknowns.rows(groups.head(_MAX_GROUPS), "groups")
 
     def tables(self, value: list[GroupsRow]) -> Iterator[Table]:

@@ -119,7 +119,7 @@ class CompileSection(Section[Frames, "CompileValue"]):
         self, measurements: Measurements[Frames], unknowns: UnknownValues
     ) -> CompileValue | None:
         if not any(frames["counts"].height for frames in measurements.results):
-            unknowns.say("compile")
+            unknowns.explain("compile")
             return None
         return self.lists(measurements.frames(self.parts), unknowns)
 

@@ -9,8 +9,10 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.copies import KIND_SCHEMA, OP_SCHEMA
-from traceloom.analyze.kernel_efficiency import OP_SCHEMA as KERNEL_EFFICIENCY_OP_SCHEMA
-from traceloom.analyze.kernel_efficiency import SERIES_SCHEMA
+from traceloom.analyze.kernel_efficiency import (
+    OP_SCHEMA as KERNEL_EFFICIENCY_OP_SCHEMA,
+    SERIES_SCHEMA,
+)
 from traceloom.analyze.steps import build_spread_schema
 from traceloom.report.document import ListSchema, ReportOptions, Table, UnknownValues, format_yes_no
 from traceloom.report.sections.section import Frames, Measurements, Section, build_table

@@ -135,12 +135,12 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
             size_message = (
                 f"about {events:,} events would have to be linked, more than {_MAX_EVENTS:,}"
             )
-            unknowns.say("critical_path", f"{size_message}; choose ranks with --rank")
+            unknowns.explain("critical_path", f"{size_message}; choose ranks with --rank")
             return None
         try:
             path = critical_path(session, step)
         except TraceloomError as error:
-            unknowns.say("critical_path", error.message)
+            unknowns.explain("critical_path", error.message)
             return None
         path.check()
         segments = path.stretches.with_row_index("row").sort("duration_ns", descending=True)

@@ -349,7 +349,7 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
             .head(_MAX_GAPS)
         )
         if not gaps.height:
-            unknowns.say("idle_gaps")
+            unknowns.explain("idle_gaps")
         return unknowns.rows(gaps, "idle_gaps")
 
     def tables(self, value: list[IdleGapsRow]) -> Iterator[Table]:

@@ -133,7 +133,7 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
     ) -> ThreadsValue | None:
         frames = measurements.frames(self.parts)
         if not frames["threads"].height:
-            unknowns.say("threads")
+            unknowns.explain("threads")
             return None
         curve_ranks = [trace.rank for trace in measurements.part.traces][:MAX_CURVES]
         frames["curve"] = frames["curve"].filter(
@@ -294,7 +294,7 @@ class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
         max_sites = max(MAX_ROWS // len(measurements.results), MIN_RANK_SITES)
         sites = measurements.concat(lambda of: of[0]["sites"].head(max_sites))
         if not sites.height:
-            unknowns.say("blocking_calls")
+            unknowns.explain("blocking_calls")
             return None
         lists = self.lists(
             {"by_kind": measurements.concat(lambda of: of[0]["by_kind"]), "sites": sites}, unknowns
@@ -382,7 +382,7 @@ class DataLoadingSection(CoreSection):
         """Returns waits for the data loader; null where no rank has a loader."""
         has_loader = [rank.data_loading.waits.height > 0 for rank in measurements.results]
         if not any(has_loader):
-            unknowns.say("data_loading")
+            unknowns.explain("data_loading")
             return None
         return {
             "total_ns": sum(rank.data_loading.total_ns or 0 for rank in measurements.results),

@@ -117,11 +117,11 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
         if not any(
             result.steps.height or result.rates.height or result.nodes.height for result in results
         ):
-            unknowns.say("inference")
+            unknowns.explain("inference")
             return None
         frames = {name: measurements.concat(partial(_get_table, name)) for name in self.parts}
         if not frames["nodes"].height:
-            unknowns.say("inference.operators")
+            unknowns.explain("inference.operators")
         shares = [
             result.mapped_fraction for result in results if result.mapped_fraction is not None
         ]

@@ -10,8 +10,12 @@ import polars as pl
 
 from traceloom import analyze
 from traceloom.analyze.graph_launches import select_rank_trace
-from traceloom.analyze.kernel_efficiency import BOUND_SCHEMA, KERNEL_SCHEMA, MATRIX_SCHEMA
-from traceloom.analyze.kernel_efficiency import DEVICE_SCHEMA as FILL_SCHEMA
+from traceloom.analyze.kernel_efficiency import (
+    BOUND_SCHEMA,
+    DEVICE_SCHEMA as FILL_SCHEMA,
+    KERNEL_SCHEMA,
+    MATRIX_SCHEMA,
+)
 from traceloom.analyze.kernel_kinds import KINDS_SCHEMA, RULES_SCHEMA
 from traceloom.analyze.kernel_rules import WorkKindType
 from traceloom.analyze.kernels import SHAPES_SCHEMA

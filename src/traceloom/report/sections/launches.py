@@ -152,7 +152,7 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         self, measurements: Measurements[Launches], unknowns: UnknownValues
     ) -> LaunchesValue | None:
         if not any(launches.totals.height for launches in measurements.results):
-            unknowns.say("launches")
+            unknowns.explain("launches")
             return None
         frames = measurements.frames(self.parts)
         for name, sort_columns in _LARGEST_FIRST.items():
@@ -414,7 +414,7 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
         self, measurements: Measurements[Frames], unknowns: UnknownValues
     ) -> GraphLaunchesValue | None:
         if not any(frames["graphs"].height for frames in measurements.results):
-            unknowns.say("graph_launches")
+            unknowns.explain("graph_launches")
             return None
         return self.lists(measurements.frames(self.parts), unknowns)
 

@@ -72,7 +72,7 @@ class MemorySection(CoreSection):
         for rank in measurements.results:
             for device_curve in rank.memory.curve.partition_by("device_type", "device"):
                 if device_curve["reserved_bytes"].null_count():
-                    unknowns.say("memory.curve[*].reserved_bytes[*]")
+                    unknowns.explain("memory.curve[*].reserved_bytes[*]")
                 curves.append(
                     {
                         "rank": unknowns.value(rank.trace.rank, "memory.curve[*].rank"),
@@ -256,7 +256,7 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
             for memory in rank_result.memories
         ]
         if not rank_memories:
-            unknowns.say("memory_owners")
+            unknowns.explain("memory_owners")
             return None
         by_peak = sorted(
             range(len(rank_memories)), key=lambda k: -rank_memories[k][2].totals["peak_bytes"]

@@ -289,7 +289,7 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             (k for k, (flame, _) in enumerate(measurements.results) if flame.frames.height), None
         )
         if index is None:
-            unknowns.say("flame")
+            unknowns.explain("flame")
             return None
         selected_flame, frame_count = measurements.results[index]
         max_functions = max(MAX_ROWS // len(measurements.results), MIN_RANK_FUNCTIONS)
@@ -356,7 +356,7 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             )
             for row in collapse_call_chains(tree)
         ]
-        left_out = value["tree_frame_count"] - len(value["tree"])
+        omitted = value["tree_frame_count"] - len(value["tree"])
         rank = value["tree_rank"]
         rank_suffix = (
             ""
@@ -366,7 +366,7 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
         note = (
             f"The call stacks{rank_suffix}: the thread on top, what it calls below. Frames that do nothing but call the next "
             f"one are drawn as one (+n). {'Threads that run nothing but other Python are not drawn. ' if idle else ''}"
-            f"{units.format_count(left_out)} smaller frames are left out; -o x.speedscope.json has all."
+            f"{units.format_count(omitted)} smaller frames are left out; -o x.speedscope.json has all."
         )
         return draw_icicle(nodes, label="Call stacks by time", note=note, slim=True)
 

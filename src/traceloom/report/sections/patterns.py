@@ -193,7 +193,7 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
             lambda of: of.sequences.join(of.steps, on="sequence", how="left", maintain_order="left")
         )
         if not sequences.height:
-            unknowns.say("patterns")
+            unknowns.explain("patterns")
             return None
         total_ns = sum(result.work_ns for result in measurements.results)
         # add up the same sequence over ranks

@@ -154,11 +154,11 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> AcrossRanksValue | None:
         if len(measurements.results) < 2:
-            unknowns.say("across_ranks")
+            unknowns.explain("across_ranks")
             return None
         comparison = across_ranks(measurements.results)
         if not comparison.collectives.height:
-            unknowns.say("across_ranks.collectives")
+            unknowns.explain("across_ranks.collectives")
         worst = comparison.collectives.sort("wait_ns", "instance", descending=[True, False]).head(
             _MAX_COLLECTIVES
         )
@@ -223,7 +223,7 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
                 "rank",
                 "waited_ns",
                 "collective_count",
-                "+most_late_ns",
+                "+max_late_ns",
                 Col("word", "Cause", "name"),
             ]
             yield build_table("across_ranks.reasons", "Why ranks were late", columns, reasons)
@@ -239,14 +239,14 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
                         + follows
                         + (f": {row['detail']}" if row["detail"] else "")
                     )
-                chains.append({**row, "said": description})
+                chains.append({**row, "description": description})
             columns = [
                 "chain",
                 "link",
                 "rank",
                 "late_ns",
                 "ns",
-                Col("said", "What took longer there", "name"),
+                Col("description", "What took longer there", "name"),
             ]
             note = (
                 "For the longest waits: what the last rank did longer than the others since they last stood together; "
@@ -380,7 +380,7 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> ImbalanceValue | None:
         if len(measurements.results) < 2:
-            unknowns.say("imbalance")
+            unknowns.explain("imbalance")
             return None
         balance = analyze.imbalance(list(measurements.results))
         return self.lists({"measures": balance.measures, "ranks": balance.ranks}, unknowns)

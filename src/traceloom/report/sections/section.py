@@ -409,7 +409,7 @@ class Section(Generic[Result, Value]):
         for name, frame in frames.items():
             out[name] = absent.rows(frame, f"{self.key}.{name}")
             if not out[name] and self.parts[name].empty:
-                absent.say(f"{self.key}.{name}")
+                absent.explain(f"{self.key}.{name}")
         return cast("Value", out)
 
 

@@ -16,10 +16,10 @@ from traceloom.trace.columns.declare import (
     NO_RANK,
     NO_SIZE,
     NO_STEP,
+    UNITS as UNITS,
+    Column as Column,
     declare_per_step,
 )
-from traceloom.trace.columns.declare import UNITS as UNITS
-from traceloom.trace.columns.declare import Column as Column
 
 IDENTITY: dict[str, Column] = {
     "rank": Column("count", "Rank", "rank of the process in the job", NO_RANK),

@@ -580,7 +580,7 @@ ACROSS_RANKS_COLUMNS: dict[str, Column] = {
     ),
     "waited_ns": Column("time", "Waited", "by the others, for this"),
     "across_ranks.reasons.late_ns": Column("time", "Late", "how late it made the rank, summed"),
-    "most_late_ns": Column("time", "Max delay", "how late it made the rank, at most"),
+    "max_late_ns": Column("time", "Max delay", "how late it made the rank, at most"),
     "instance": Column("count", "Collective", "number of the collective"),
     "across_ranks.kind": Column("text", "Kind", "all_reduce, all_gather, ...", NO_KIND),
     "recorded": Column("count", "Ranks", "recorded ranks of the group"),

@@ -23,7 +23,7 @@ import polars as pl
 from traceloom.analyze.intervals import Spans, merge_intervals, subtract_spans
 from traceloom.formats.chakra.et_pb2 import AttributeProto, NodeType
 from traceloom.formats.chakra.files import EtReader
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.trace.trace import Trace
 from traceloom.workload.anonymize.names import COMMUNICATION, LOADING, STEP
 
@@ -55,7 +55,7 @@ def merge_host_work(trace: Trace) -> list[FusedThread]:
     out = []
     for lane, process, thread in host.iter_rows():
         lane_events = events.filter(pl.col("lane") == lane)
-        on_host = pl.col("category").is_in([cat.OP, cat.ANNOTATION, cat.COLLECTIVE])
+        on_host = pl.col("category").is_in([vocab.OP, vocab.ANNOTATION, vocab.COLLECTIVE])
         talking = on_host & pl.col("name").str.contains(f"^(?:{COMMUNICATION.pattern})")
         is_step_or_loading = on_host & (
             pl.col("name").str.contains(f"^(?:{STEP.pattern})$|{LOADING.pattern}") | steps
@@ -64,9 +64,9 @@ def merge_host_work(trace: Trace) -> list[FusedThread]:
             merge_intervals(events["start_ns"].to_numpy(), events["nested_end_ns"].to_numpy())
             for events in (
                 lane_events.filter(
-                    pl.col("category").is_in([cat.OP, cat.COLLECTIVE]) & ~is_step_or_loading
+                    pl.col("category").is_in([vocab.OP, vocab.COLLECTIVE]) & ~is_step_or_loading
                 ),
-                lane_events.filter(pl.col("category").is_in(cat.LAUNCHES) | talking),
+                lane_events.filter(pl.col("category").is_in(vocab.LAUNCHES) | talking),
             )
         )
         spans = subtract_spans(op_spans, visible_spans)

@@ -19,7 +19,7 @@ from traceloom.formats.repair import repair_event
 from traceloom.formats.resync import PARSE_ERRORS, DamageLog
 from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.system.text import encode_utf8
-from traceloom.trace import vocabulary as cat
+from traceloom.trace import vocabulary as vocab
 from traceloom.workload.anonymize.collapse import (
     FusedThread,
     build_border_events,
@@ -393,9 +393,17 @@ _FLOWS = frozenset(
     ("ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "async", "launch", "cudaLaunchKernel")
 )
 _ON_DEVICE = frozenset(
-    (cat.KERNEL, cat.COPY, cat.FILL, cat.GPU_ANNOTATION, cat.SYNC, cat.GPU_EVENT, cat.COMMAND)
+    (
+        vocab.KERNEL,
+        vocab.COPY,
+        vocab.FILL,
+        vocab.GPU_ANNOTATION,
+        vocab.SYNC,
+        vocab.GPU_EVENT,
+        vocab.COMMAND,
+    )
 )
-_ON_HOST = frozenset((cat.OP, cat.ANNOTATION, cat.COLLECTIVE))
+_ON_HOST = frozenset((vocab.OP, vocab.ANNOTATION, vocab.COLLECTIVE))
 _LABELS = frozenset(f"GPU {index}" for index in range(1024)) | {"CPU"}
 _SPELLED = frozenset(("Trace", "Operator", "Runtime", "Kernel", "Memcpy", "Memset", "Python"))
 _MISSING = msgspec.Raw(b"null")
@@ -522,9 +530,7 @@ class _Rewriter:
                 self._account.drop(key, bytes(entry[key]), unknown=True)
         phase, names = bytes(entry.get("ph", _MISSING)), self._rules.names
         if phase == b'"X"':
-            return (
-                self.span(entry, start, duration) if has_time else self.left_out("no usable time")
-            )
+            return self.span(entry, start, duration) if has_time else self.skip("no usable time")
         if phase == b'"M"':
             kind, args = (decode_json(bytes(entry.get(key, _MISSING))) for key in ("name", "args"))
             key = "labels" if kind == "process_labels" else "name"
@@ -532,7 +538,7 @@ class _Rewriter:
             if kind not in ("process_name", "thread_name", "process_labels") or not isinstance(
                 value, str
             ):
-                return self.left_out("metadata that no reader needs")
+                return self.skip("metadata that no reader needs")
             new_label = names.thread(value) if key == "name" else value if value in _LABELS else ""
             for other in args.keys() - {key}:
                 self._account.drop(other, json.dumps(args[other]).encode(), unknown=True)
@@ -543,7 +549,7 @@ class _Rewriter:
                 encode_utf8(json.dumps(new_label, ensure_ascii=False)),
             )
         if not has_time:
-            return self.left_out("no usable time")
+            return self.skip("no usable time")
         if phase in (b'"s"', b'"t"', b'"f"'):
             spelled = (bytes(entry.get("cat", _MISSING)), bytes(entry.get("name", _MISSING)))
             if spelled not in self._arrows:  # category and name if known; else empty
@@ -559,9 +565,9 @@ class _Rewriter:
             tail = self._arrows[spelled]
             identity = check_number(bytes(entry.get("id", _MISSING)))
             if not tail or identity is None or identity == b"null":
-                return self.left_out("unknown arrow")
+                return self.skip("unknown arrow")
             if self._rules.policy.structure == COLLAPSE and b"fwdbwd" in tail:
-                return self.left_out("collapsed")
+                return self.skip("collapsed")
             end = b',"bp":"e"}' if bytes(entry.get("bp", _MISSING)) == b'"e"' else b"}"
             lane = self.where(entry, device=None)
             ts = format_microseconds(start)
@@ -587,9 +593,9 @@ class _Rewriter:
                 args,
             )
         if phase != b'"C"':
-            return self.left_out("unknown phase")
+            return self.skip("unknown phase")
         if self._rules.policy.counters != KEEP:
-            return self.left_out("counters")
+            return self.skip("counters")
         value, title = (decode_json(bytes(entry.get(key, _MISSING))) for key in ("args", "name"))
         values = {
             names.pseudonym("counter", key): amount
@@ -604,7 +610,7 @@ class _Rewriter:
             msgspec.json.encode(counter)[1:],
         )
 
-    def left_out(self, reason: str) -> bytes | None:
+    def skip(self, reason: str) -> bytes | None:
         self._account.dropped_entries[reason] += 1
         return None
 
@@ -614,32 +620,34 @@ class _Rewriter:
         if plan is None:  # the first event of its category
             spelled = decode_json(raw)
             text = spelled if isinstance(spelled, str) else ""
-            category = cat.FROM_KINETO.get(text.lower(), cat.OTHER)
+            category = vocab.FROM_KINETO.get(text.lower(), vocab.OTHER)
             names, kernels, policy = self._rules.names, self._rules.kernels, self._rules.policy
             functions = {
-                cat.PYTHON: names.python,
-                **dict.fromkeys((cat.KERNEL, cat.COUNTER_RANGE), kernels.kernel),
-                **dict.fromkeys((cat.COPY, cat.FILL), kernels.copy),
-                **dict.fromkeys((cat.RUNTIME, cat.DRIVER), names.call),
+                vocab.PYTHON: names.python,
+                **dict.fromkeys((vocab.KERNEL, vocab.COUNTER_RANGE), kernels.kernel),
+                **dict.fromkeys((vocab.COPY, vocab.FILL), kernels.copy),
+                **dict.fromkeys((vocab.RUNTIME, vocab.DRIVER), names.call),
             }
             head = b'{"ph":"X","cat":' + json.dumps(text).encode() + b',"name":'
             plan = _Plan(head, functions.get(category, names.host), device=category in _ON_DEVICE)
-            if category == cat.OTHER:
+            if category == vocab.OTHER:
                 plan.dropped = "unknown category"
                 self._account.texts.add(raw)
-            elif category == cat.PYTHON and (policy.stacks == DROP or policy.structure == COLLAPSE):
+            elif category == vocab.PYTHON and (
+                policy.stacks == DROP or policy.structure == COLLAPSE
+            ):
                 plan.dropped = "stacks"
-            elif policy.structure == COLLAPSE and category == cat.GPU_ANNOTATION:
+            elif policy.structure == COLLAPSE and category == vocab.GPU_ANNOTATION:
                 plan.dropped = "collapsed"
             elif text.lower() != text and text not in _SPELLED:
                 plan.head = b'{"ph":"X","cat":' + json.dumps(text.lower()).encode() + b',"name":'
             plan.some = policy.structure == COLLAPSE and category in _ON_HOST
             self._plans[raw] = plan
         if plan.dropped:
-            return self.left_out(plan.dropped)
+            return self.skip(plan.dropped)
         name = self.named(plan, entry)
         if name is None:
-            return self.left_out("collapsed")
+            return self.skip("collapsed")
         if plan.some:
             duration = self._facts.step_ns.get(start + self._facts.origin_ns, duration)
         args = self.rewritten(entry, talking=bytes(entry.get("name", _MISSING)) in plan.talking)

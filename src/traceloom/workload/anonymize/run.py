@@ -53,7 +53,7 @@ class Anonymized:
 
     Attributes:
         output: The written file or directory.
-        report: The reports as one JSON object: `files`, `left_out`, `dropped`, `utility`, `leaks`,
+        report: The reports as one JSON object: `files`, `omitted`, `dropped`, `utility`, `leaks`,
             `policy`.
         report_path: File of the reports, readable by the owner only.
         refused: Why inputs were rejected, one sentence each.
@@ -302,7 +302,7 @@ class _AnonymizeRun:
             "traceloom": traceloom.__version__,
             "policy": rules.policy.to_dict(),
             "files": self.files,
-            "left_out": self._inputs.left,
+            "omitted": self._inputs.left,
             "refused": [str(error) for error in self.refused],
             **{
                 key: value

@@ -76,7 +76,7 @@ class WrittenCommunication:
         rows: `node`, `kind`, `instance`, `type` (of the node to write), `comm_type`, `comm_size`,
             `pg_name`, `comm_src`, `comm_dst`, `comm_tag`, `transfer_ns` (recorded duration once all
             ranks had arrived), `met_ns` (time of that arrival), `why` (null, or why the rank
-            replays it alone), `uneven` (sizes of the ranks differ), `left_out` (peers that were not
+            replays it alone), `uneven` (sizes of the ranks differ), `omitted` (peers that were not
             recorded).
         by_order: Number of collectives that were joined across ranks by their order, in a graph
             whose ranks were not joined.
@@ -292,7 +292,7 @@ def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFram
         "transfer_ns",
         (is_mapped & pl.col("uneven")).alias("uneven"),
         (is_mapped & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias(
-            "left_out"
+            "omitted"
         ),
         pl.when(is_mapped & send)
         .then(int(NodeType.COMM_SEND_NODE))
@@ -389,10 +389,10 @@ def list_notices(
             f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
         )
         yield Notice("target-uneven-sizes", "warning", message, uneven)
-    left_out = mapped.filter("left_out").height
-    if left_out:
-        message = f"{left_out} collectives had members that were not recorded; they take place without them"
-        yield Notice("target-missing-members", "warning", message, left_out)
+    omitted = mapped.filter("omitted").height
+    if omitted:
+        message = f"{omitted} collectives had members that were not recorded; they take place without them"
+        yield Notice("target-missing-members", "warning", message, omitted)
     copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
     if copies.height:
         total = text.format_duration(int((copies["end_ns"] - copies["start_ns"]).sum()))

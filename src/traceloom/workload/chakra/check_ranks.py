@@ -177,7 +177,7 @@ def _compare(
     """Compares two ranks' sequences in a group; returns False if they cannot be joined."""
     first_part, other_part = parts[first.part], parts[other.part]
 
-    def say(rule: str, positions: Ints) -> None:
+    def add_finding(rule: str, positions: Ints) -> None:
         waits = ": each waits for the other" if rule == "collective-order" else ""
 
         def message(k: int) -> str:
@@ -225,14 +225,14 @@ def _compare(
         zip(other.kinds.tolist(), other.sizes.tolist(), strict=True)
     )
     if same:
-        say("collective-order", np.flatnonzero(kinds | sizes))
+        add_finding("collective-order", np.flatnonzero(kinds | sizes))
         return False
     if kinds.any():
-        say("collective-kind", np.flatnonzero(kinds))
+        add_finding("collective-kind", np.flatnonzero(kinds))
     uneven = np.isin(first.kinds[:common], _UNEVEN)
     for longer_part in (sizes & ~uneven, sizes & uneven):
         if longer_part.any():
-            say("collective-size", np.flatnonzero(longer_part))
+            add_finding("collective-size", np.flatnonzero(longer_part))
     return not kinds.any()
 
 

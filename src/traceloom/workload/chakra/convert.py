@@ -328,14 +328,14 @@ class ConversionInput:
     Attributes:
         path: The path that the user gave.
         strict: Refuse truncated files.
-        say: Called with a status message.
+        on_status: Called with a status message.
         notices: What was found wrong so far.
         nodes: Number of nodes written.
     """
 
     path: Path
     strict: bool = False
-    say: StatusCallback = lambda _: None
+    on_status: StatusCallback = lambda _: None
     notices: list[Notice] = field(default_factory=list)
     nodes: int = 0
 
@@ -354,7 +354,7 @@ class ConversionInput:
             ):
                 files.remember_input(name)
         elif self.path.name.endswith(graph.GRAPH_SUFFIX) or graph.is_graph(self.path):
-            self.say(f"reading {self.path}")
+            self.on_status(f"reading {self.path}")
             self._graph = graph.load(self.path)
         else:
             number = _RANK.search(self.path.name)
@@ -385,7 +385,7 @@ class ConversionInput:
         if self._graph is not None:
             return self._graph
         ranks, paths = self.ranks, [path for _, path in self._files]
-        self.say(f"reading {self.path}")
+        self.on_status(f"reading {self.path}")
         if all(detect_form(path) in {"et", None} for path in paths):
             graph = read_graph(paths, ranks=ranks, strict=self.strict)
         else:
@@ -400,14 +400,14 @@ class ConversionInput:
         if self._graph is not None:
             return convert_to_messages(self._leaving(self._graph), rank)
         path = dict(self._files)[rank]
-        self.say(f"reading {path}")
+        self.on_status(f"reading {path}")
         reader = open_messages(path, strict=self.strict)
         self._readers.append(reader)
 
         def nodes() -> Iterator[Node]:
             for number, node in enumerate(reader, 1):
                 if not number % 65536:
-                    self.say(f"{path}: {number:,} nodes")
+                    self.on_status(f"{path}: {number:,} nodes")
                 yield node
             reader.__exit__(None, None, None)
             self.notices.extend(reader.notices)
@@ -472,7 +472,7 @@ class ConversionInput:
         return files.write_directory(path, produce, DIRECTORY_FILES, force=force)
 
     def _write(self, rank: int, path: Path, side: Side | None, *, force: bool) -> int:
-        self.say(f"writing rank {rank}")
+        self.on_status(f"writing rank {rank}")
         file_format: Form | None = detect_form(path)
         if (
             self._graph is not None and side is None and file_format == "et"
@@ -481,7 +481,7 @@ class ConversionInput:
 
             def tell(count: int) -> None:
                 self.nodes = before + count
-                self.say(f"writing rank {rank}: {count:,} nodes")
+                self.on_status(f"writing rank {rank}: {count:,} nodes")
 
             return write_rank(self._leaving(self._graph), path, rank=rank, force=force, step=tell)
         metadata, nodes = self.messages(rank) if side is None else self.one_side(rank, side)

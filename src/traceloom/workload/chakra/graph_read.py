@@ -35,8 +35,7 @@ from traceloom.system.text import encode_utf8
 from traceloom.trace.array_types import Ints
 from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
-from traceloom.workload.chakra import graph_foreign
-from traceloom.workload.chakra import graph_layout as layout
+from traceloom.workload.chakra import graph_foreign, graph_layout as layout
 from traceloom.workload.chakra.graph_layout import Header, is_ours
 from traceloom.workload.chakra.graph_write import WINDOW, GraphWriter
 

@@ -19,8 +19,7 @@ from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import broken
 from traceloom.formats import load
-from traceloom.graph import ABSENT
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import ABSENT, graph as graph_schema
 from traceloom.graph.graph import Graph
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
@@ -475,11 +474,11 @@ def _compare_ops(plan: RankPlan, replayed: RankReplayResult) -> pl.DataFrame:
             pl.col("shapes").fill_null(""),
         )
     )
-    left_out = plan.left_out.rename({"duration_ns": "recorded_ns"}).with_columns(
+    omitted = plan.omitted.rename({"duration_ns": "recorded_ns"}).with_columns(
         pl.lit(LEFT_OUT).alias("outcome")
     )
     columns = [*(name for name in EACH if not name.endswith("ratio")), "outcome", "reason", "text"]
-    return pl.concat([ran.select(columns), left_out], how="diagonal_relaxed").select(columns)
+    return pl.concat([ran.select(columns), omitted], how="diagonal_relaxed").select(columns)
 
 
 def _compute_coverage(op_frame: pl.DataFrame) -> pl.DataFrame:

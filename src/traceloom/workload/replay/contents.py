@@ -429,7 +429,7 @@ def settle_contents(
     if unwritten:
         plan = _mark_external(plan, unwritten)
         finder.external = plan.storages["external"].to_list()
-    finder.look()
+    finder.search()
     ranges, data, refused = finder.recorded(recorded_integers or {})
     data_storages = {finder.storage[tensor] for tensor in data}
     first = plan.tensors.group_by("storage", maintain_order=True).first()
@@ -507,13 +507,13 @@ class _ConstraintFinder:
         self.kinds = plan.collectives["kind"].to_list()
         self.ops = plan.ops.select("action", "call", "collective", "inputs", "outputs").rows()
 
-    def look(self) -> None:
+    def search(self) -> None:
         """Fills `demands` and `weights`."""
         for action, call_row, collective, inputs, outputs in reversed(self.ops):
             if action in {RUN, STAND_IN} and call_row is not None:
                 call = self.calls[call_row]
                 if call is not None:
-                    self.look_at(call, inputs, outputs)
+                    self.examine(call, inputs, outputs)
             elif action == COLLECTIVE and self.kinds[collective] in _EXCHANGES:
                 self.pass_on(self.demanded_of(outputs), inputs)
 
@@ -637,7 +637,7 @@ class _ConstraintFinder:
                 fresh |= {self.storage[tensor] for tensor in outputs if tensor is not None}
         return out
 
-    def look_at(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
+    def examine(self, call: _NamedCall, inputs: list[int], outputs: list[int | None]) -> None:
         # the first of several results has the values, the others are their positions
         demanded = (
             self.demanded_of(outputs if call.schema.is_view else outputs[:1])

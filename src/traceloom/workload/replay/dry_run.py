@@ -191,7 +191,7 @@ def dry_run_rank(
         .is_in([DATA_DEPENDENT, NO_META_KERNEL, FAILS])
         .fill_null(value=True),
     )
-    out = plan.left_out.select(
+    out = plan.omitted.select(
         "name",
         pl.col("duration_ns").cast(pl.Float64),
         "reason",

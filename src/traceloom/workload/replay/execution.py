@@ -272,11 +272,11 @@ class Program:
             self._lanes[instruction.lane].append(
                 (index, instruction.function, instruction.pick, store, spread, dead)
             )
-            alive.look(output for output in instruction.outputs if output is not None)
+            alive.update(output for output in instruction.outputs if output is not None)
             for register in dead:
                 registers[register] = None
-            alive.look(dead)
-        self.peak_bytes = alive.most_bytes
+            alive.update(dead)
+        self.peak_bytes = alive.max_bytes
 
     def _settle_result(
         self, instruction: Instruction, result: Any
@@ -425,10 +425,10 @@ class _LiveBytes:
         self._storages: dict[int, tuple[int, int]] = {}
         self._holders: Counter[tuple[int, int]] = Counter()
         self._bytes = 0
-        self.most_bytes = 0
-        self.look(range(len(registers)))
+        self.max_bytes = 0
+        self.update(range(len(registers)))
 
-    def look(self, changed: Iterable[int]) -> None:
+    def update(self, changed: Iterable[int]) -> None:
         """Accounts for registers whose content has changed."""
         for register in changed:
             if (before := self._storages.pop(register, None)) is not None:
@@ -439,7 +439,7 @@ class _LiveBytes:
                 now = self._storages[register] = storage.data_ptr(), storage.nbytes()
                 self._bytes += 0 if self._holders[now] else now[1]
                 self._holders[now] += 1
-        self.most_bytes = max(self.most_bytes, self._bytes)
+        self.max_bytes = max(self.max_bytes, self._bytes)
 
 
 GPU_TIMES = build_schema("op gpu_ns", {"op": pl.UInt32})

@@ -53,17 +53,17 @@ def fit_machine(task: Task, recorded: Recorded) -> Calibration:
     )
     notices: list[Notice] = []
     dimensions: tuple[Dimension, ...] = ()
-    left_out = dict(recorded.left_out)
+    omitted = dict(recorded.omitted)
     if samples.height:
         dimensions, notices = build_network(
             task.ranks, task.per_host, transfers, samples, recorded.device
         )
     elif task.ranks == 1:
-        left_out["the network"] = "one rank has nobody to communicate with"
-    if left_out:
-        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in left_out.items())
+        omitted["the network"] = "one rank has nobody to communicate with"
+    if omitted:
+        reasons = "; ".join(f"{kind}: {reason}" for kind, reason in omitted.items())
         notices.append(
-            Notice("transfers-not-measured", "warning", f"not measured: {reasons}", len(left_out))
+            Notice("transfers-not-measured", "warning", f"not measured: {reasons}", len(omitted))
         )
     all_series = [*recorded.transfers, *recorded.kernels]
     unsure = sum(half_width(np.array(series.times_ns)) > _UNSURE for series in all_series)

@@ -127,14 +127,14 @@ class Recorded(NamedTuple):
     Attributes:
         transfers: Series of collectives.
         kernels: Series of kernels; empty if the peaks of the device are published.
-        left_out: What could not be measured -> why.
+        omitted: What could not be measured -> why.
         device: The name of the device.
         one_clock: Whether all ranks read the same clock.
     """
 
     transfers: list[Series]
     kernels: list[Series]
-    left_out: dict[str, str]
+    omitted: dict[str, str]
     device: str
     one_clock: bool
 
@@ -284,9 +284,9 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 def main() -> None:
     """Runs one rank of a measurement in a process of its own."""
     take_part(
-        lambda job, say: {
+        lambda job, report_progress: {
             "recorded": msgspec.to_builtins(
-                measure_here(msgspec.convert(job["task"], Task), job["process"], say)
+                measure_here(msgspec.convert(job["task"], Task), job["process"], report_progress)
             )
         }
     )
@@ -318,19 +318,19 @@ def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
         warnings.simplefilter("ignore")
         try:
             process = _Process(task, rank, device, control)
-            left_out: dict[str, str] = {}
+            omitted: dict[str, str] = {}
             is_known = process.gathered(np.array([isinstance(find(name), Peak)])).all()
             kernel_series = [] if is_known else list(process.kernels(on_status))
             transfers = [
                 series
                 for group in task.groups()
-                for series in process.transfers(group, left_out, on_status)
+                for series in process.transfers(group, omitted, on_status)
             ]
             one_clock = process.one_clock
         except RuntimeError as error:  # torch's type of any failure
             message = f"rank {rank} failed: {first_line(error)}"
             raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
-    return Recorded(transfers, kernel_series, left_out, name, one_clock)
+    return Recorded(transfers, kernel_series, omitted, name, one_clock)
 
 
 def first_line(error: Exception) -> str:
@@ -411,10 +411,10 @@ class _Process:
         return self.device.type == "cpu" and bool((self.gathered(boot_id) == boot_id).all())
 
     def transfers(
-        self, group: Group, left_out: dict[str, str], on_status: StatusCallback
+        self, group: Group, omitted: dict[str, str], on_status: StatusCallback
     ) -> Iterator[Series]:
         """Yields the collectives of a group, of all sizes; the reason of a kind that fails goes to
-        `left_out`.
+        `omitted`.
         """
         import torch.distributed as dist
 
@@ -432,7 +432,7 @@ class _Process:
                         reason = first_line(error)
                 states = self.gathered(np.array([bool(reason), size]))
                 if states[:, 0].any():
-                    left_out[f"{kind} of {count} ranks"] = (
+                    omitted[f"{kind} of {count} ranks"] = (
                         reason or f"it failed on rank {states[:, 0].argmax()}"
                     )
                     break

@@ -125,7 +125,7 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
         {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _IntegerList, "splits_out": _IntegerList},
     ),
     # Ops that are not run at all, and the reason.
-    "left_out": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
+    "omitted": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
     # The timed steps with their duration, and the processor time of the process in each.
     "steps": build_schema("rank step duration_ns cpu_ns"),
     # Compiled graphs, whose CPU kernels are in no host trace: their number per step, and their time
@@ -168,7 +168,7 @@ _FORMAT = ArchiveFormat(
             "splits_out",
             "asynchronous",
         ),
-        "left_out": ("rank", "node", "name", "reason", "text"),
+        "omitted": ("rank", "node", "name", "reason", "text"),
         "steps": ("rank", "step", "duration_ns"),
         "holes": tuple(PLAN_SCHEMAS["holes"]),
         "groups": ("name", "ranks"),
@@ -216,7 +216,7 @@ class RankPlan:
         data: Recorded values of integer tensors.
         kernels: Calls of compiled kernels.
         collectives: Communication with other ranks.
-        left_out: Ops that are not run.
+        omitted: Ops that are not run.
         steps: The timed steps; empty if the recording has none, or part of a step is run.
         holes: Time per step in compiled code that is not run.
     """
@@ -229,7 +229,7 @@ class RankPlan:
     data: pl.DataFrame = field(default_factory=lambda: build_empty_frame("data"))
     kernels: pl.DataFrame = field(default_factory=lambda: build_empty_frame("kernels"))
     collectives: pl.DataFrame = field(default_factory=lambda: build_empty_frame("collectives"))
-    left_out: pl.DataFrame = field(default_factory=lambda: build_empty_frame("left_out"))
+    omitted: pl.DataFrame = field(default_factory=lambda: build_empty_frame("omitted"))
     steps: pl.DataFrame = field(default_factory=lambda: build_empty_frame("steps"))
     holes: pl.DataFrame = field(default_factory=lambda: build_empty_frame("holes"))
 

@@ -71,13 +71,13 @@ from traceloom.workload.replay.values import (
     RecordedTensor,
     build_op_kind,
     compute_contiguous_strides,
+    count_tensors as values_count_of,
     encode,
     encode_arguments,
     find_unknown_type,
     list_observed_numbers,
     parse_kinds,
 )
-from traceloom.workload.replay.values import count_tensors as values_count_of
 
 
 class StorageVersions:
@@ -342,7 +342,7 @@ class _RankPlanner:
     calls: dict[tuple[str, bytes], int] = field(default_factory=dict)
     call_flags: list[list[str]] = field(default_factory=list)
     collectives: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[dict[str, Any]] = field(default_factory=list)
+    omitted: list[dict[str, Any]] = field(default_factory=list)
     kernels: dict[int, tuple[str | None, ...]] = field(default_factory=dict)
     sources: dict[str, KernelSource | None] = field(default_factory=dict)
     # collectives without a wait so far, by the storages that they write
@@ -475,7 +475,7 @@ class _RankPlanner:
         arguments, flags = self._arguments[key]
         inputs = self.registers_of(read)
         if row in self.integers:
-            self.look_at_integers(row, read)
+            self.examine_integers(row, read)
         if schema.name == "set_" and b'{"object":"Storage"}' in arguments and returned:
             # A storage from elsewhere, such as a data loader worker: an external one.
             inputs.append(self.registers_of(returned)[0])
@@ -540,7 +540,7 @@ class _RankPlanner:
             out[row].append(inner)
         return out
 
-    def look_at_integers(self, row: int, read: list[RecordedTensor]) -> None:
+    def examine_integers(self, row: int, read: list[RecordedTensor]) -> None:
         """Collects the recorded integers of the inputs of a node, or of one below it."""
         integers = self._seen[self.ids[row]] = {}
         index_by_tensor = {
@@ -620,7 +620,7 @@ class _RankPlanner:
     def leave_out(self, row: int, reason: str, text: str) -> None:
         self.storages.forget(self.nodes.returned[row])
         durations = self.originals.durations_ns.get(self.ids[row])
-        self.left_out.append(
+        self.omitted.append(
             {
                 "rank": self.entry.rank,
                 "node": self.ids[row],
@@ -823,7 +823,7 @@ class _RankPlanner:
                 schema=PLAN_SCHEMAS["kernels"],
                 orient="row",
             ),
-            left_out=pl.DataFrame(self.left_out, schema=PLAN_SCHEMAS["left_out"]),
+            omitted=pl.DataFrame(self.omitted, schema=PLAN_SCHEMAS["omitted"]),
             steps=measured.steps.select(rank_column, pl.all()),
             holes=measured.holes.select(rank_column, pl.all()),
         ).with_computed_lifetimes()

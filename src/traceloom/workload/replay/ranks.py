@@ -30,8 +30,7 @@ import msgspec
 
 from traceloom import errors
 from traceloom.errors import InputError, PartialError, TraceloomError, UsageError
-from traceloom.system import process as leaving
-from traceloom.system import units
+from traceloom.system import process as leaving, units
 from traceloom.system.processes import WorkerProcess, create_shared_directory
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay.communication import BACKENDS, RunningGroups, check_agreement
@@ -183,7 +182,7 @@ def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -
     for stream in (1, 2):  # ops and libraries may print
         os.dup2(log, stream)
 
-    def say(**message: Any) -> None:
+    def send(**message: Any) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
@@ -195,20 +194,20 @@ def take_part(run: Callable[[dict[str, Any], StatusCallback], dict[str, Any]]) -
         }
         if len(ranks) > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        answer = run(job, lambda text: say(says=text))
+        answer = run(job, lambda text: send(says=text))
         (directory / f"{process}.json").write_bytes(msgspec.json.encode(answer))
     except TraceloomError as error:
         location = ", ".join(
             filter(None, [error.where, f"rank {ranks[process]}" if len(ranks) > 1 else ""])
         )
-        say(
+        send(
             type=type(error).__name__,
             error={**error.to_dict(), "where": location},
             time_ns=time.time_ns(),
         )
     except Exception as error:  # noqa: BLE001  (any error must be reported to the parent)
         traceback.print_exc()
-        say(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
+        send(type="", error=f"{type(error).__name__}: {error}", time_ns=time.time_ns())
     finally:
         sys.stdout.flush()
         os._exit(0)  # skip the destructors of process groups, which wait for peers that may be gone

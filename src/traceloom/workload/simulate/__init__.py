@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING
 from traceloom.system.lazy_import import lazy
 
 if TYPE_CHECKING:
-    from traceloom.workload.simulate.calibrate import Calibration as Calibration
-    from traceloom.workload.simulate.calibrate import calibrate as calibrate
-    from traceloom.workload.simulate.device import DeviceChange as DeviceChange
-    from traceloom.workload.simulate.device import Rescaled as Rescaled
-    from traceloom.workload.simulate.device import rescale as rescale
+    from traceloom.workload.simulate.calibrate import (
+        Calibration as Calibration,
+        calibrate as calibrate,
+    )
+    from traceloom.workload.simulate.device import (
+        DeviceChange as DeviceChange,
+        Rescaled as Rescaled,
+        rescale as rescale,
+    )
     from traceloom.workload.simulate.machine import Machine as Machine
-    from traceloom.workload.simulate.machine_file import machine_text as machine_text
-    from traceloom.workload.simulate.machine_file import presets as presets
-    from traceloom.workload.simulate.machine_file import read_machine as read_machine
+    from traceloom.workload.simulate.machine_file import (
+        machine_text as machine_text,
+        presets as presets,
+        read_machine as read_machine,
+    )
     from traceloom.workload.simulate.native import run as run
     from traceloom.workload.simulate.result import Simulation as Simulation
 

@@ -396,15 +396,15 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
         pl.col("size_bytes", "span", "bus_factor").is_not_null(),
         pl.col("transfer_ns") > 0,
     ).fill_null(value=False)
-    left_out = placed.filter(~usable)
+    omitted = placed.filter(~usable)
     notices = []
-    if left_out.height:
-        kinds = ", ".join(left_out["collective"].fill_null("unknown").unique().sort())
+    if omitted.height:
+        kinds = ", ".join(omitted["collective"].fill_null("unknown").unique().sort())
         text = (
-            f"{left_out.height} of {placed.height} collectives do not count ({kinds}): their kind, size, group or "
+            f"{omitted.height} of {placed.height} collectives do not count ({kinds}): their kind, size, group or "
             "hosts are not known"
         )
-        notices.append(Notice("collectives-not-calibrated", "warning", text, left_out.height))
+        notices.append(Notice("collectives-not-calibrated", "warning", text, omitted.height))
     samples = placed.filter(usable).with_columns(
         bus_bytes=pl.col("size_bytes") * pl.col("bus_factor")
     )

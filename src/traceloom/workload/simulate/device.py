@@ -28,8 +28,7 @@ from traceloom.changes.changes import NODE_TARGETS
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import UsageError
-from traceloom.graph import Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.frames import Result, build_schema, cast_to_schema

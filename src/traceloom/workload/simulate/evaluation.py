@@ -10,15 +10,16 @@ import polars as pl
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import CheckError, InvariantError
-from traceloom.graph import Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph, get_column_array, unwrap_array
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints
 from traceloom.workload.chakra.check_files import Arcs, find_cycles, sort_topologically
-from traceloom.workload.simulate.contention import SimulatedTimes
-from traceloom.workload.simulate.contention import simulate_contention as with_contention
+from traceloom.workload.simulate.contention import (
+    SimulatedTimes,
+    simulate_contention as with_contention,
+)
 from traceloom.workload.simulate.transfers import LinkBundles, Operations, Transfers
 
 _MAX_CYCLE_SHOWN = 8

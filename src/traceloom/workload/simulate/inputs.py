@@ -15,8 +15,7 @@ import polars as pl
 
 from traceloom.errors import CheckError, InputError, UsageError
 from traceloom.formats.chakra.files import GROUP_FILES, read_groups
-from traceloom.graph import graph as graph_schema
-from traceloom.graph import link_session
+from traceloom.graph import graph as graph_schema, link_session
 from traceloom.graph.communication import POINT_TO_POINT
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import add_rendezvous

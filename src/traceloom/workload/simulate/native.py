@@ -14,8 +14,7 @@ import polars as pl
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import changed_graph
 from traceloom.errors import UsageError
-from traceloom.graph import Plan, law
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema, law
 from traceloom.graph.graph import Graph
 from traceloom.system import units
 from traceloom.trace.notice import Notice

@@ -16,8 +16,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.errors import UsageError
-from traceloom.graph import Plan
-from traceloom.graph import graph as graph_schema
+from traceloom.graph import Plan, graph as graph_schema
 from traceloom.graph.calibrate import class_delays, classify_edges
 from traceloom.graph.graph import (
     GRAPH_SCHEMAS,

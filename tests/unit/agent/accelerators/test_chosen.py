@@ -104,7 +104,7 @@ def test_a_back_end_that_cannot_be_imported_is_a_trouble_not_a_crash() -> None:
     collector = AcceleratorCollector(Config(accelerators=settings))
     collector.collect()
     assert len(collector.devices) == 1
-    assert collector.trouble() == [
+    assert collector.list_problems() == [
         "broken: it failed: ModuleNotFoundError: No module named 'acme_missing'"
     ]
     collector.close()

@@ -101,17 +101,19 @@ def test_an_estimate_that_one_device_has_is_not_missed_in_another() -> None:
     back_end = SimulatedAccelerator(EIGHT)
     collector = AcceleratorCollector(EIGHT, [watched])
     collector.collect()
-    assert not any("gpu_flops" in line for line in collector.trouble())
+    assert not any("gpu_flops" in line for line in collector.list_problems())
     back_end.pause(1e9)
     collector.collect()
-    assert "gpu_flops: the activity of the pipes is not known" in "\n".join(collector.trouble())
+    assert "gpu_flops: the activity of the pipes is not known" in "\n".join(
+        collector.list_problems()
+    )
     back_end.pause(0.0)
     unknown = back_end.devices()
     unknown[3] = msgspec.structs.replace(unknown[3], architecture="")
     back_end.devices = lambda: unknown  # type: ignore[method-assign]
     readings = collector.collect()
     assert len(values(readings, "gpu_flops")) == 7 * 2
-    assert not any("gpu_flops" in line for line in collector.trouble())
+    assert not any("gpu_flops" in line for line in collector.list_problems())
     collector.close()
 
 
@@ -206,7 +208,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else() -> None:
     collector.record("/dev/full")
     for _ in range(2):
         assert values(collector.collect(), "gpu_busy_ratio")
-    assert any("the recording of devices ended: " in line for line in collector.trouble())
+    assert any("the recording of devices ended: " in line for line in collector.list_problems())
     collector.close()
 
 

@@ -282,7 +282,7 @@ def test_what_a_device_does_not_have_is_absent_with_a_reason(library: Path, tmp_
     assert reasons["gpu_energy_joules_total"] == "Unknown Error"
     assert "Hopper" in reasons["gpu_pipe_active_ratio{hmma}"]
     assert reasons["gpu_flops"] == "the clock is not known"
-    assert any("gpu_power_watts" in line for line in answer["trouble"])
+    assert any("gpu_power_watts" in line for line in answer["last_error"])
 
 
 def test_a_driver_without_the_newer_calls(old_library: Path, tmp_path: Path) -> None:
@@ -455,9 +455,9 @@ def test_a_device_that_was_lost_before_the_agent_started_is_told_of(
     script = "count 2\n" + H100 + with_device(1)
     answer, back = steps(library, tmp_path, {"script": script + "g1.lost 1\n"}, {"script": script})
     assert list(answer["devices"]) == [GPU]
-    assert "device 1: GPU is lost: restart the host, or reset the device" in answer["trouble"]
+    assert "device 1: GPU is lost: restart the host, or reset the device" in answer["last_error"]
     assert list(back["devices"]) == [GPU, "GPU-1"]
-    assert not any("lost" in line for line in back["trouble"])
+    assert not any("lost" in line for line in back["last_error"])
 
 
 def test_a_driver_that_hangs_is_given_up_and_tried_again(library: Path, tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_a_driver_that_is_reloaded_is_initialised_again(library: Path, tmp_path:
     assert "Uninitialized" in gone["devices"][GPU]["stale"]
     assert unloaded["values"]["gpu_up", GPU] == 0.0, "it stays, stale, for alerts to see"
     assert (
-        any("not loaded" in line for line in unloaded["trouble"])
+        any("not loaded" in line for line in unloaded["last_error"])
         or unloaded["devices"][GPU]["stale"]
     )
     assert back["values"]["gpu_busy_ratio", GPU] == 0.97
@@ -566,17 +566,17 @@ def test_pausing_releases_the_counters_of_the_pipes(library: Path, tmp_path: Pat
 
 def test_no_driver_is_no_failure(tmp_path: Path, library: Path) -> None:
     (answer,) = steps(library, tmp_path, {"script": "init !9\n"})
-    assert answer["trouble"] == [
+    assert answer["last_error"] == [
         "nvml: NVIDIA's driver is installed but not loaded: modprobe nvidia, or restart the host"
     ]
     (answer,) = steps(library, tmp_path, {"script": "count 0\n"})
-    assert answer["trouble"] == ["nvml: NVIDIA's driver is loaded but lists no device"]
+    assert answer["last_error"] == ["nvml: NVIDIA's driver is loaded but lists no device"]
     (answer,) = steps(tmp_path, tmp_path, {})
-    assert answer["trouble"] == [
+    assert answer["last_error"] == [
         "nvml: NVIDIA's driver is not installed (libnvidia-ml.so.1); in a container, give it the devices"
     ]
     (answer,) = steps(library, tmp_path, {"script": "init !18\n"})
-    assert "was updated while it ran" in answer["trouble"][0]
+    assert "was updated while it ran" in answer["last_error"][0]
 
 
 def test_a_metric_that_a_driver_does_not_know_is_said_so() -> None:

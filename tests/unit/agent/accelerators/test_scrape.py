@@ -291,8 +291,8 @@ def test_an_exporter_that_stops_leaves_stale_devices_while_others_go_on() -> Non
 def test_the_doctor_hears_of_an_exporter_that_never_answered() -> None:
     collector = AcceleratorCollector(_config("http://127.0.0.1:1/metrics"))
     collector.collect()
-    (trouble,) = collector.trouble()
-    assert trouble.startswith("exporter http://127.0.0.1:1/metrics: ")
+    (last_error,) = collector.list_problems()
+    assert last_error.startswith("exporter http://127.0.0.1:1/metrics: ")
     collector.close()
 
 

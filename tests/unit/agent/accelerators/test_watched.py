@@ -48,7 +48,7 @@ def test_a_sample_comes_through() -> None:
     sample = made.sample()
     assert [device.uuid for device in sample.devices] == ["GPU-1"]
     assert values(sample.readings, "gpu_busy_ratio") == {("GPU-1",): 0.5}
-    assert (made.watched.here, made.watched.trouble) == (True, "")
+    assert (made.watched.here, made.watched.last_error) == (True, "")
     assert made.watched.capabilities["gpu_power_watts"] == "the driver has no such call"
     made.sample()
     assert len(made.all) == 1, "the same back end goes on"
@@ -103,7 +103,7 @@ def test_failures_are_tried_again_at_growing_intervals() -> None:
             tried.append(second)
         made.watched.finish()
     assert tried == [0, 10, 30, 70, 150, 310, 630, 1230, 1830]
-    assert made.watched.trouble == "it failed: ValueError: broken"
+    assert made.watched.last_error == "it failed: ValueError: broken"
     assert made.watched.here
 
 
@@ -126,7 +126,7 @@ def test_a_back_end_that_says_what_nobody_declared_fails_alone(reading: Reading)
     bad.all[0].sampled.readings.append(reading)
     collector = AcceleratorCollector(Config(), [bad.watched, good.watched])
     Snapshot().put("accelerators", collector.collect(), 1)
-    assert bad.watched.trouble.endswith("is no metric of the agent")
+    assert bad.watched.last_error.endswith("is no metric of the agent")
     assert collector.devices["GPU-1"].stale == ""
 
 
@@ -158,7 +158,7 @@ def test_after_a_recovery_all_is_forgotten() -> None:
         made.sample()
     made.error, made.now = None, 70.0
     assert not made.sample().devices[0].stale
-    assert made.watched.trouble == ""
+    assert made.watched.last_error == ""
     made.all[0].error = OSError("again")
     made.sample()
     made.now = 80.0
@@ -169,7 +169,7 @@ def test_a_host_without_such_devices_is_looked_at_again_later() -> None:
     made = Made()
     made.error = BackendUnavailable("no driver; install it")
     assert made.sample().devices == []
-    assert (made.watched.here, made.watched.trouble) == (False, "no driver; install it")
+    assert (made.watched.here, made.watched.last_error) == (False, "no driver; install it")
     made.error = None
     made.now = UNAVAILABLE_RETRY_S - 1
     assert made.sample().devices == []
@@ -193,7 +193,7 @@ def test_all_back_ends_are_sampled_at_the_same_time() -> None:
         each.all[0].meet = both
     collector = AcceleratorCollector(Config(), [each.watched for each in made])
     collector.collect()
-    assert [each.watched.trouble for each in made] == ["", ""], (
+    assert [each.watched.last_error for each in made] == ["", ""], (
         "neither waited for the other to end"
     )
 
@@ -243,7 +243,7 @@ def test_a_device_that_any_back_end_sees_is_not_stale() -> None:
     assert values(readings, "gpu_up") == {("GPU-1",): 1.0}
     second.all[0].error = OSError("gone, too")
     assert values(collector.collect(), "gpu_up") == {("GPU-1",): 0.0}
-    assert not any("clock" in line for line in collector.trouble()), (
+    assert not any("clock" in line for line in collector.list_problems()), (
         "no estimate is missed of what does not answer"
     )
 
@@ -254,19 +254,19 @@ def test_the_doctor_hears_of_what_matters() -> None:
     absent.watched.name = "amd"
     collector = AcceleratorCollector(Config(), [works.watched, absent.watched])
     collector.collect()
-    assert collector.trouble() == [
+    assert collector.list_problems() == [
         "gpu_flop_utilization_ratio, gpu_flops: the clock is not known",
         "gpu_power_watts: the driver has no such call",
     ], "a host needs no AMD device"
     collector = AcceleratorCollector(Config(), [absent.watched])
     absent.now = 1000.0
     collector.collect()
-    assert collector.trouble() == ["amd: no AMD device"], "but something"
+    assert collector.list_problems() == ["amd: no AMD device"], "but something"
     named = Config(accelerators=Accelerators(backends=("nvml", "amd")))
     collector = AcceleratorCollector(named, [works.watched, absent.watched])
     absent.now = 2000.0
     collector.collect()
-    assert "amd: no AMD device" in collector.trouble(), "and what its configuration names"
+    assert "amd: no AMD device" in collector.list_problems(), "and what its configuration names"
 
 
 @pytest.mark.parametrize("reasons", [("", "no"), ("no", ""), ("", "")])

@@ -97,7 +97,7 @@ def test_version_2(tmp_path: Path) -> None:
         ("cgroup_pressure_seconds_total", *of, "cpu", "some"): 1.5,
         ("cgroup_pressure_seconds_total", *of, "cpu", "full"): 0.0,
     }
-    assert collector.trouble() == []
+    assert collector.list_problems() == []
 
 
 def _separate(
@@ -183,7 +183,7 @@ def test_what_a_kernel_does_not_say_is_absent(tmp_path: Path) -> None:
     )
     collector = Cgroups(tree.config(), _owned([_process(1, "/a")]))
     assert _values(collector) == {}
-    assert "cgroup_enable=memory" in collector.trouble()[0]
+    assert "cgroup_enable=memory" in collector.list_problems()[0]
 
 
 def test_the_whole_host_is_no_group_but_a_container_is(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_of_too_many_groups_those_of_jobs_stay(tmp_path: Path) -> None:
     groups = {labels[1] for labels in _values(collector)}
     assert len(groups) == module.MAX_GROUPS
     assert groups >= {f"/g{number}" for number in range(90, 100)}
-    assert "36 control groups are left out" in collector.trouble()[0]
+    assert "36 control groups are left out" in collector.list_problems()[0]
 
 
 def test_a_host_without_groups_says_what_would_help(tmp_path: Path) -> None:
@@ -316,4 +316,4 @@ def test_a_host_without_groups_says_what_would_help(tmp_path: Path) -> None:
     tree.cgroups()
     collector = Cgroups(tree.config(), _owned([_process(1, "/a")]))
     assert _values(collector) == {}
-    assert "mount /sys/fs/cgroup" in collector.trouble()[0]
+    assert "mount /sys/fs/cgroup" in collector.list_problems()[0]

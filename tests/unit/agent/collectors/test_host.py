@@ -84,7 +84,7 @@ def test_states_of_memory_add_up(tmp_path: Path) -> None:
         120 * 1024,
     )
     assert values["oom_kills_total", "", ""] == 3
-    assert MemoryCollector(tree.config()).trouble() == []
+    assert MemoryCollector(tree.config()).list_problems() == []
 
 
 def test_a_kernel_that_counts_no_kills_has_none(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_a_kernel_that_counts_no_kills_has_none(tmp_path: Path) -> None:
     tree.write("proc/meminfo", MEMINFO)
     tree.write("proc/vmstat", "nr_free_pages 7\n")
     assert ("oom_kills_total", "", "") not in _values(MemoryCollector(tree.config()))
-    assert "4.13" in MemoryCollector(tree.config()).trouble()[0]
+    assert "4.13" in MemoryCollector(tree.config()).list_problems()[0]
     (tree.proc / "vmstat").unlink()  # as in some sandboxes
     assert _values(MemoryCollector(tree.config()))["host_memory_bytes", "free"] == 300 * 1024
-    assert "4.13" in MemoryCollector(tree.config()).trouble()[0]
+    assert "4.13" in MemoryCollector(tree.config()).list_problems()[0]
 
 
 def test_pressure_is_in_seconds(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_pressure_is_in_seconds(tmp_path: Path) -> None:
     assert values["host_pressure_seconds_total", "cpu", "some"] == 1.5
     assert values["host_pressure_seconds_total", "io", "full"] == 0.25
     assert len(values) == 6
-    assert PressureCollector(tree.config()).trouble() == []
+    assert PressureCollector(tree.config()).list_problems() == []
 
 
 def test_a_kernel_without_pressure_says_what_would_help(tmp_path: Path) -> None:
     tree = HostTree(tmp_path)
     assert _values(PressureCollector(tree.config())) == {}
-    assert "psi=1" in PressureCollector(tree.config()).trouble()[0]
+    assert "psi=1" in PressureCollector(tree.config()).list_problems()[0]
 
 
 def test_whole_disks_in_bytes(tmp_path: Path) -> None:
@@ -264,4 +264,4 @@ def test_on_this_host(name: str) -> None:
     assert all(value >= 0 for value in values.values())
     if name in {"cpu", "memory"}:
         assert values
-    assert all(sentence for sentence in collector.trouble())
+    assert all(sentence for sentence in collector.list_problems())

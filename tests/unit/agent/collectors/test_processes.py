@@ -302,8 +302,8 @@ def test_more_than_can_be_kept(tree: HostTree, monkeypatch: pytest.MonkeyPatch) 
     processes.collect()
     assert [facts.pid for facts in processes.processes.values()] == [14, 13]
     assert any(
-        trouble.startswith("3 processes that matter are left out")
-        for trouble in processes.trouble()
+        last_error.startswith("3 processes that matter are left out")
+        for last_error in processes.list_problems()
     )
 
 
@@ -315,7 +315,8 @@ def test_new_processes_that_there_is_no_time_for_wait(tree: HostTree) -> None:
     processes.collect()
     assert [facts.pid for facts in processes.processes.values()] == [12]
     assert any(
-        trouble.startswith("20 processes are not looked at yet") for trouble in processes.trouble()
+        last_error.startswith("20 processes are not looked at yet")
+        for last_error in processes.list_problems()
     )
     processes.timeout_s = 60.0
     processes.collect()
@@ -412,9 +413,9 @@ def test_a_process_that_is_moved_while_it_waits_is_seen_in_its_new_group(tree: H
 def test_troubles_of_a_container(tree: HostTree) -> None:
     processes = Processes(tree.config())
     processes.collect()
-    assert processes.trouble() == []
+    assert processes.list_problems() == []
     tree.process(2, name="sh")
-    assert "only the processes of this container are seen" in " ".join(processes.trouble())
+    assert "only the processes of this container are seen" in " ".join(processes.list_problems())
 
 
 def test_troubles_of_hidden_processes(tree: HostTree, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,11 +424,11 @@ def test_troubles_of_hidden_processes(tree: HostTree, monkeypatch: pytest.Monkey
         "proc/self/mounts",
         f"sysfs /sys sysfs rw 0 0\nproc {tree.proc} proc rw,relatime,hidepid=2,gid=7 0 0\n",
     )
-    assert "mounted with hidepid" in " ".join(Processes(tree.config()).trouble())
+    assert "mounted with hidepid" in " ".join(Processes(tree.config()).list_problems())
     tree.write("proc/self/mounts", f"proc {tree.proc} proc rw,hidepid=invisible 0 0\n")
-    assert "mounted with hidepid" in " ".join(Processes(tree.config()).trouble())
+    assert "mounted with hidepid" in " ".join(Processes(tree.config()).list_problems())
     tree.write("proc/self/mounts", f"proc {tree.proc} proc rw,hidepid=off 0 0\n")
-    assert Processes(tree.config()).trouble() == []
+    assert Processes(tree.config()).list_problems() == []
 
 
 # The real /proc
@@ -504,7 +505,7 @@ def test_a_user_that_may_not_read_the_processes_of_others(sleeper: subprocess.Po
         "processes.collect()\n"
         f"facts, = (facts for facts in processes.processes.values() if facts.pid == {sleeper.pid})\n"
         "print(facts.unreadable, facts.command, facts.uid, facts.exe == '', facts.read_bytes)\n"
-        "print(processes.trouble()[0])\n"
+        "print(processes.list_problems()[0])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     first, second = ran.stdout.splitlines()

@@ -33,7 +33,7 @@ class Made:
         self.runs += 1
         return self._collect()
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         return []
 
 
@@ -93,7 +93,7 @@ def test_one_that_hangs_holds_up_nobody_and_comes_back() -> None:
         await scheduler.stop()
 
     asyncio.run(live())
-    assert host_snapshot.collectors["hangs"].trouble == ""
+    assert host_snapshot.collectors["hangs"].last_error == ""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_fails_is_counted_and_taken_off_the_board(error: Exception, reason:
     scheduler = Scheduler(host_snapshot, [Made("some", collect)])
     _lived(scheduler, lambda: host_snapshot.collectors["some"].failures.get(reason, 0) >= 2)
     assert "some" not in host_snapshot.results
-    assert str(error) in host_snapshot.collectors["some"].trouble
+    assert str(error) in host_snapshot.collectors["some"].last_error
     assert (
         Reading(
             "collector_failures_total",
@@ -129,7 +129,7 @@ def test_readings_that_are_not_declared_are_a_defect() -> None:
         host_snapshot, [Made("wrong", lambda: [Reading("host_load_ratio", ("too", "many"), 1.0)])]
     )
     _lived(scheduler, lambda: host_snapshot.collectors["wrong"].failures.get("defect", 0) >= 1)
-    assert "not declared" in host_snapshot.collectors["wrong"].trouble
+    assert "not declared" in host_snapshot.collectors["wrong"].last_error
 
 
 def test_while_a_trace_runs_all_are_quick() -> None:

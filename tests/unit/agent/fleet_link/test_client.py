@@ -10,7 +10,7 @@ import pytest
 
 from support.scripted_service import Question, Reply, refusal, scripted
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
-from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkAnswer
+from traceloom.agent.fleet_link.protocol import Enrolment, HostCredentials, WorkResponse
 from traceloom.errors import InputError
 
 WORK = Reply(msgspec.json.encode({"version": "7", "work": []}))
@@ -22,12 +22,12 @@ def test_questions_go_over_one_connection_with_the_credential_below_the_prefix()
     enrolled = Reply(b'{"host": "node1", "credential": "secret"}')
     with scripted(lambda question: WORK if question.method == "GET" else enrolled) as service:
         client = ServiceClient(f"{service.url}/behind/a/proxy/")
-        assert client.get("agents/node1/work?version=&wait=30", WorkAnswer) == WorkAnswer(
+        assert client.get("agents/node1/work?version=&wait=30", WorkResponse) == WorkResponse(
             version="7"
         )
         enrolment = Enrolment(token="once", host="node1")
         client.credential = client.post("agents/enrol", enrolment, HostCredentials).credential
-        client.get("agents/node1/work", WorkAnswer)
+        client.get("agents/node1/work", WorkResponse)
         client.close()
     first, second, third = service.questions
     assert (first.method, first.path) == (
@@ -67,7 +67,7 @@ def test_a_refusal_is_told_in_the_services_words() -> None:
     ) as service:
         client = ServiceClient(service.url)
         with pytest.raises(ServiceError) as raised:
-            client.get("agents/node1/work", WorkAnswer)
+            client.get("agents/node1/work", WorkResponse)
         client.close()
     error = raised.value
     assert (error.status, error.slug, error.message) == (
@@ -114,10 +114,12 @@ def test_what_is_no_answer_is_none(reply: Reply, slug: str, status: int) -> None
     with scripted(lambda _: reply) as service:
         client = ServiceClient(service.url)
         with pytest.raises(ServiceError) as raised:
-            client.get("agents/node1/work", WorkAnswer)
+            client.get("agents/node1/work", WorkResponse)
         assert (raised.value.slug, raised.value.status) == (slug, status)
         service.answers = lambda _: WORK
-        assert client.get("agents/node1/work", WorkAnswer).version == "7"  # and the client goes on
+        assert (
+            client.get("agents/node1/work", WorkResponse).version == "7"
+        )  # and the client goes on
         client.close()
 
 
@@ -127,7 +129,7 @@ def test_no_credential_goes_where_a_redirect_leads() -> None:
         with scripted(lambda _: moved) as service:
             client = ServiceClient(service.url, credential="secret")
             with pytest.raises(ServiceError) as raised:
-                client.get("agents/node1/work", WorkAnswer)
+                client.get("agents/node1/work", WorkResponse)
             client.close()
     assert (raised.value.slug, raised.value.status) == ("service-unclear", 307)
     assert elsewhere.questions == []
@@ -139,7 +141,7 @@ def test_a_connection_that_was_closed_while_it_was_idle_costs_no_question(tmp_pa
     with scripted(lambda _: WORK._replace(hangs_up=True)) as service:
         client = ServiceClient(service.url)
         for _ in range(3):
-            assert client.get("agents/node1/work", WorkAnswer).version == "7"
+            assert client.get("agents/node1/work", WorkResponse).version == "7"
         assert [question.connection for question in service.questions] == [1, 2, 3]
         # What was sent of a file cannot be sent again by itself: whoever sends it asks the service what it lacks.
         with pytest.raises(ServiceError) as raised:
@@ -162,7 +164,7 @@ def test_a_service_that_cannot_answer_just_now_is_asked_over_a_new_connection() 
         client = ServiceClient(service.url)
         for expected in (503, 0, 500, 0):
             try:
-                client.get("agents/node1/work", WorkAnswer)
+                client.get("agents/node1/work", WorkResponse)
                 status = 0
             except ServiceError as error:
                 status = error.status
@@ -176,7 +178,7 @@ def test_where_nobody_listens_it_is_said_and_asked_again_later() -> None:
         address = service.url
     client = ServiceClient(address)
     with pytest.raises(ServiceError, match="does not answer: connection refused") as raised:
-        client.get("agents/node1/work", WorkAnswer)
+        client.get("agents/node1/work", WorkResponse)
     assert (raised.value.slug, raised.value.status, raised.value.exit_code) == ("no-service", 0, 3)
     client.close()
 
@@ -195,11 +197,11 @@ def test_a_question_that_waits_is_ended_from_another_thread(before: int) -> None
     with scripted(answers) as service:
         client = ServiceClient(service.url, timeout_s=120.0)
         for _ in range(before):
-            client.get("agents/node1/work", WorkAnswer)
+            client.get("agents/node1/work", WorkResponse)
 
         def ask() -> None:
             try:
-                client.get("agents/node1/work?wait=30", WorkAnswer)
+                client.get("agents/node1/work?wait=30", WorkResponse)
             except ServiceError as error:
                 errors.append(error)
 

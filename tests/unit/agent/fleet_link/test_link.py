@@ -21,13 +21,13 @@ from traceloom.agent.fleet_link.link import TOKEN_VARIABLE, FleetConnection, Mem
 from traceloom.agent.fleet_link.protocol import (
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostReport,
     HostWork,
-    ReportAnswer,
+    ReportResponse,
     UsageRow,
-    WorkAnswer,
+    WorkResponse,
 )
 from traceloom.agent.topline import JobAccounting
 from traceloom.agent.traces.requests import TraceSpec
@@ -67,7 +67,7 @@ class Fleet:
             answered_ns = time.time_ns() + HOUR_NS
             return Reply(
                 encode(
-                    HeartbeatAnswer(
+                    HeartbeatResponse(
                         received_ns=received_ns, answered_ns=answered_ns, usage_through=self.kept
                     )
                 )
@@ -77,12 +77,12 @@ class Fleet:
             end = time.monotonic() + 5
             while version == str(self.version) and time.monotonic() < end:
                 time.sleep(0.01)
-            return Reply(encode(WorkAnswer(version=str(self.version), work=self.work)))
+            return Reply(encode(WorkResponse(version=str(self.version), work=self.work)))
         if match := re.search("/requests/([^/]+)$", question.path):
             self.reports.setdefault(match[1], []).append(
                 msgspec.json.decode(question.body, type=HostReport)
             )
-            return Reply(encode(ReportAnswer()))
+            return Reply(encode(ReportResponse()))
         return refusal(404, "no-such-route", question.path)
 
     def offer(self, *work: HostWork) -> None:
@@ -100,7 +100,7 @@ class Host:
             replace(self.rules.config, fleet=link),
             folder,
             self.rules.host_snapshot,
-            self.rules.desk,
+            self.rules.trace_service,
             JobAccounting("H100"),
             "boot7",
         )
@@ -112,7 +112,7 @@ class Host:
             self.uplink.start()
             end = time.monotonic() + 60
             while not condition():
-                assert time.monotonic() < end, self.uplink.trouble
+                assert time.monotonic() < end, self.uplink.last_error
                 await asyncio.sleep(0.01)
             await self.uplink.close()
             await self.rules.close()
@@ -161,19 +161,19 @@ def test_a_token_that_comes_later_is_enough(
         host = Host(tmp_path / "state", service, token_file=str(path))
 
         def belongs() -> bool:
-            if host.uplink.trouble and not troubles:
-                troubles.append(host.uplink.trouble)
+            if host.uplink.last_error and not troubles:
+                troubles.append(host.uplink.last_error)
                 path.write_text("once")
             return bool(fleet.beats)
 
         host.until(belongs)
-    (trouble,) = troubles
-    assert ("that token is none" if token == "other" else str(path)) in trouble
+    (last_error,) = troubles
+    assert ("that token is none" if token == "other" else str(path)) in last_error
     assert [each.token for each in fleet.enrolments] == [
         *(["other"] if token == "other" else []),
         "once",
     ]
-    assert host.uplink.trouble == ""
+    assert host.uplink.last_error == ""
 
 
 def test_a_membership_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_a_membership_of_another_version_is_refused_and_kept(tmp_path: Path) -> 
     fleet = Fleet()
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
-        host.until(lambda: host.uplink.trouble)
-    assert host.uplink.trouble.startswith(
+        host.until(lambda: host.uplink.last_error)
+    assert host.uplink.last_error.startswith(
         "the membership of the fleet has format version 2, this Traceloom reads"
     )
     assert msgspec.json.decode((tmp_path / "fleet.json").read_bytes())["version"] == 2
@@ -198,8 +198,8 @@ def test_without_any_token_it_says_where_one_comes_from(
     fleet = Fleet()
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
-        host.until(lambda: host.uplink.trouble)
-    assert host.uplink.trouble.startswith(
+        host.until(lambda: host.uplink.last_error)
+    assert host.uplink.last_error.startswith(
         "this host does not belong to the fleet yet, and there is no token"
     )
     assert fleet.enrolments == []
@@ -268,7 +268,7 @@ def test_minutes_are_sent_until_they_are_acknowledged(
     with scripted(answers) as service:
         host = Host(tmp_path, service)
         host.uplink.backlog.put(rows)
-        host.until(lambda: host.uplink.trouble)
+        host.until(lambda: host.uplink.last_error)
         assert (
             host.uplink.backlog.oldest()[0].minute == 1000
         )  # nothing is lost while the service is down
@@ -296,7 +296,7 @@ def test_work_is_armed_told_once_and_ends_where_the_service_wants_it_no_more(
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "once")
     fleet = Fleet()
-    work = HostWork(request="r1", step="arm", wanted=TraceSpec(job="job", steps=3))
+    work = HostWork(request="r1", step="arm", spec=TraceSpec(job="job", steps=3))
     with scripted(fleet) as service:
         host = Host(tmp_path, service)
         host.rules.run(worker(0, rank=0), worker(1, rank=1), worker(2, "another"))
@@ -328,11 +328,11 @@ def test_what_cannot_be_traced_is_told_as_failed(
     fleet = Fleet()
     wanted = TraceSpec(job="job", steps=3)
     fleet.offer(
-        HostWork(request="nobody", step="start", wanted=replace(wanted, job="no-such-job")),
+        HostWork(request="nobody", step="start", spec=replace(wanted, job="no-such-job")),
         HostWork(
-            request="odd", step="start", wanted=replace(wanted, profilers=("timeline", "memory"))
+            request="odd", step="start", spec=replace(wanted, profilers=("timeline", "memory"))
         ),
-        HostWork(request="long", step="start", wanted=TraceSpec(job="job", duration_s=1e6)),
+        HostWork(request="long", step="start", spec=TraceSpec(job="job", duration_s=1e6)),
     )
     with scripted(fleet) as service:
         host = Host(tmp_path, service)

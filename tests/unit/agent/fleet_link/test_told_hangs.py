@@ -22,7 +22,12 @@ def test_processes_of_a_job_that_hangs_are_told_as_such_and_no_others(tmp_path: 
         rules.put("job_hung", {("stuck",): 1.0, ("fine",): 0.0}, "hangs")
         config = replace(rules.config, fleet=FleetLink(server="http://127.0.0.1:1"))
         uplink = FleetConnection(
-            config, tmp_path, rules.host_snapshot, rules.desk, JobAccounting("H100"), "boot"
+            config,
+            tmp_path,
+            rules.host_snapshot,
+            rules.trace_service,
+            JobAccounting("H100"),
+            "boot",
         )
         beat = uplink._heartbeat([])
         await rules.close()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.fleet_link.protocol import UsageRow
 from traceloom.agent.fleet_link.usage import MINUTE_MS, UsageAccumulator, UsageOutbox
@@ -120,7 +119,7 @@ def test_a_disk_that_takes_nothing_is_said(tmp_path: Path) -> None:
     backlog = UsageOutbox(tmp_path / "file" / "usage.db")
     backlog.put({FIRST: []})
     assert backlog.lost == 1
-    assert "file" in backlog.trouble
+    assert "file" in backlog.last_error
 
 
 def damage_by_row(path: Path, content: bytes) -> None:
@@ -155,7 +154,7 @@ def test_a_damaged_file_is_put_aside_and_new_minutes_are_kept(
     assert aside.read_bytes() == damaged
     assert backlog.oldest() == []
     backlog.put({FIRST + 1: [row]})
-    assert (backlog.oldest(), backlog.trouble) == ([row], "")
+    assert (backlog.oldest(), backlog.last_error) == ([row], "")
 
 
 def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
@@ -168,7 +167,7 @@ def test_a_file_of_another_version_is_refused_and_kept(tmp_path: Path) -> None:
     assert refused.value.slug == "other-version"
     backlog.put({FIRST: []})
     assert (backlog.lost, path.read_bytes()) == (1, before)
-    assert "has format version 2" in backlog.trouble
+    assert "has format version 2" in backlog.last_error
 
 
 @pytest.mark.thorough
@@ -179,7 +178,7 @@ def test_a_file_that_another_has_locked_is_not_put_aside(tmp_path: Path) -> None
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("BEGIN EXCLUSIVE")
         backlog.put({FIRST + 1: []})
-        assert "locked" in backlog.trouble
+        assert "locked" in backlog.last_error
         other.rollback()
     assert list(tmp_path.glob("*.damaged-*")) == []
     assert backlog.lost == 1

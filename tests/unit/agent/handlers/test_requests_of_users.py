@@ -39,7 +39,7 @@ def request(number: str, uid: int, files: list[str], *, done: bool = True) -> Tr
         uid=uid,
         asked_ns=1,
         boot_id="",
-        wanted=TraceSpec(pids=(7,), steps=3),
+        spec=TraceSpec(pids=(7,), steps=3),
         targets=[target],
         files=files,
         done=done,
@@ -63,13 +63,13 @@ class Served:
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tmp_path = tmp_path_factory.mktemp("served")
     agent, root = SmallAgent(Config(access=Access(request_bytes=5000))), tmp_path / "traces"
-    agent.desk.places = TraceDirectories(root)
+    agent.trace_service.places = TraceDirectories(root)
     for made in (
         request("own", os.geteuid(), ["capture.json", "rank0.kineto.json.gz"]),
         request("other", OTHER, ["capture.json"]),
         request("open", os.geteuid(), [], done=False),
     ):
-        agent.desk.requests[made.id] = made
+        agent.trace_service.requests[made.id] = made
         folder = root / str(made.uid) / made.id
         folder.mkdir(parents=True)
         for name in made.files:
@@ -155,7 +155,10 @@ def test_events_of_a_request_that_has_ended_are_one(served: Served) -> None:
     ]
     assert lines[0] == "event: request"
     (data,) = [line.removeprefix("data: ") for line in lines if line.startswith("data:")]
-    assert msgspec.convert(json.loads(data), TraceRequest) == served.agent.desk.requests["own"]
+    assert (
+        msgspec.convert(json.loads(data), TraceRequest)
+        == served.agent.trace_service.requests["own"]
+    )
 
 
 def test_cancelling_is_noted(served: Served) -> None:
@@ -196,7 +199,7 @@ def test_cancelling_is_noted(served: Served) -> None:
         (b'{"pids": [7], "steps": 3, "at_ns": 9223372036854775807}', "wrong-request"),
         (b'{"pids": [7], "steps": 3, "uid": 0}', "wrong-request"),
         (b'{"ranks": [-1], "steps": 3}', "wrong-request"),
-        (b'{"pids": [7], "steps": 3, "most_processes": 0}', "wrong-request"),
+        (b'{"pids": [7], "steps": 3, "max_processes": 0}', "wrong-request"),
         (b'{"job": "' + b"x" * 300 + b'", "steps": 3}', "wrong-request"),
         (b'{"pids": [7], "steps": 3', "wrong-request"),
         (b'{"pids": [7], "steps": true}', "wrong-request"),
@@ -210,12 +213,12 @@ def test_cancelling_is_noted(served: Served) -> None:
     ],
 )
 def test_what_is_asked_wrongly_is_refused_and_noted(served: Served, body: bytes, slug: str) -> None:
-    before = list(served.agent.desk.requests)
+    before = list(served.agent.trace_service.requests)
     reply = ask(served.socket, "/api/v1/requests", method="POST", body=body)
     problem = reply.json()["error"]
     assert (reply.status // 100, problem["slug"]) == (4, slug), problem
     assert problem["message"]
-    assert list(served.agent.desk.requests) == before
+    assert list(served.agent.trace_service.requests) == before
     assert not any(allowed for *_, allowed in served.agent.acted)
     assert not (served.root / str(os.geteuid()) / "incoming").exists()  # nothing is made for it
 

@@ -97,7 +97,7 @@ def test_an_answer_is_as_documented(running: Running, route: Any) -> None:
 
 def test_a_document_that_lies_is_noticed(running: Running) -> None:
     with pytest.raises(jsonschema.ValidationError):
-        _check({**ask(running.socket, "/api/v1/status").json(), "pid": "many"}, "StatusAnswer")
+        _check({**ask(running.socket, "/api/v1/status").json(), "pid": "many"}, "StatusResponse")
 
 
 def test_devices_with_their_values_and_who_is_on_them(running: Running) -> None:
@@ -419,7 +419,7 @@ def test_hangs_are_those_of_the_own_jobs_and_who_only_reads_sees_no_stacks_of_th
             "watched": [],
         }  # it sees the host alone
         rows = ask(address, "/api/v1/processes", Authorization="Bearer acts").json()["processes"]
-    _check(act[0], "HangAnswer")
+    _check(act[0], "HangResponse")
     assert [(row["id"], row["sentence"], row["directory"], row["files"]) for row in act] == [
         (f"of-{uid}", "rank 0 is in `f`", "/t/1", ["hang.md"]) for uid in (ANNA, BERT)
     ]
@@ -513,7 +513,7 @@ def test_rules_are_told_as_documented_and_what_they_did_to_whose_processes_it_wa
                 build_triggers_answer(agent.triggers, agent.config.trigger_budget, peer)
             )
         )
-        _check(answer, "TriggersAnswer")
+        _check(answer, "TriggersResponse")
         (rule,) = answer["rules"]
         assert (rule["name"], rule["fired"], rule["refusals"]) == ("hot", 1, {"cooldown": 2})
         return rule["rule"] is not None, rule["last"] is not None, rule["last_refusal"] is not None

@@ -107,13 +107,13 @@ def of_two_users() -> SmallAgent:
     target = TraceTarget(
         request=NEEDLE, process=of_bert.key, profiler="timeline", pid=22, uid=BERT, stem=NEEDLE
     )
-    agent.desk.requests[NEEDLE] = TraceRequest(
+    agent.trace_service.requests[NEEDLE] = TraceRequest(
         id=NEEDLE,
         who=NEEDLE,
         uid=BERT,
         asked_ns=1,
         boot_id="",
-        wanted=TraceSpec(job=NEEDLE, steps=3),
+        spec=TraceSpec(job=NEEDLE, steps=3),
         targets=[target],
         files=[f"{NEEDLE}.json"],
         trigger=TriggerCause(rule="hot", target=NEEDLE, what=NEEDLE),
@@ -245,7 +245,7 @@ def test_a_request_of_another_is_as_one_that_there_is_not(
         )
         assert of_another == of_nobody
         assert of_another.startswith("refused: ")
-    assert agent.desk.requests[NEEDLE].targets[0].state == "queued"
+    assert agent.trace_service.requests[NEEDLE].targets[0].state == "queued"
 
 
 @pytest.mark.parametrize(

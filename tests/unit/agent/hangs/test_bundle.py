@@ -279,7 +279,7 @@ def test_a_bundle_is_no_larger_than_it_may_be(sleeping: Process, tmp_path: Path)
     assert (
         set(report.files) == {"hang.json", "hang.md"} == {path.name for path in tmp_path.iterdir()}
     )
-    assert set(report.left_out) == {"stacks.json", "rank0.dump.json", "node-1.telemetry.json.gz"}
+    assert set(report.omitted) == {"stacks.json", "rank0.dump.json", "node-1.telemetry.json.gz"}
 
 
 def test_the_name_of_a_host_is_no_path(sleeping: Process, tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_names_of_strangers_are_no_markup() -> None:
         devices=(HungDevice(uuid=bad, index=bad, model=bad),),
         events=(),
         files=("hang.md",),
-        left_out={"x": bad},
+        omitted={"x": bad},
     )
     text = render_bundle_page(report, groups)
     assert "\x1b" not in text

@@ -48,9 +48,9 @@ class Host:
         for each in processes or self.processes:
             self.steps.report(each.key, each.owner.job, each.owner.rank, [seconds])
 
-    def look(self) -> list[Hang]:
+    def check(self) -> list[Hang]:
         now_ns = EPOCH_NS + int(self.now * 1e9) + self.wall_ns
-        return self.watch.look(self.now, now_ns, self.processes, self.steps, self.disk)
+        return self.watch.check(self.now, now_ns, self.processes, self.steps, self.disk)
 
     def run(
         self, seconds: float, *, stepping: Sequence[Process] = (), every: float = 1.0
@@ -62,7 +62,7 @@ class Host:
             self.now += every
             if stepping:
                 self.step(*stepping)
-            new += self.look()
+            new += self.check()
         return new
 
 
@@ -161,7 +161,7 @@ def test_a_job_that_ends_does_not_hang(host: Host) -> None:
 def test_a_job_that_ends_while_it_hangs(host: Host) -> None:
     host.run(61)
     host.processes = []
-    host.look()
+    host.check()
     assert [over.recovered for over in host.watch.over] == [False]
 
 
@@ -202,7 +202,7 @@ def test_batches_without_steps_are_an_evaluation(host: Host) -> None:
         host.now += 1
         host.steps.count(StepsTaken("100@1", BUCKETS, 0.0, 0.1), "j", 0)
         host.steps.report("101@1", "j", 1, [], 0.1)
-        assert host.look() == []
+        assert host.check() == []
     assert len(host.run(61)) == 1
 
 
@@ -265,7 +265,7 @@ def test_a_wall_clock_that_is_set_changes_nothing(host: Host, jump_s: int) -> No
 def test_an_agent_that_stood_still_has_not_seen_that_nothing_happened(host: Host) -> None:
     host.run(30)
     host.now += 3600  # a virtual machine that was paused, with all jobs
-    assert host.look() == []
+    assert host.check() == []
     assert host.run(59) == []
     assert len(host.run(2)) == 1
 

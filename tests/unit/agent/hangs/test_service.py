@@ -56,7 +56,7 @@ def sleeping() -> Iterator[Process]:
 
 
 class Desk:
-    """A desk with one process, in a directory."""
+    """A host with one process, in a directory."""
 
     def __init__(
         self, directory: Path, process: Process, settings: Hangs = QUICK, boot_id: str = "boot"
@@ -65,7 +65,7 @@ class Desk:
         self.steps, host_snapshot = StepCounter(), Snapshot()
         host_snapshot.processes = {process.key: process}
         host_snapshot.put("processes", [Reading("process_threads", (process.key,), 1.0)], 1)
-        self.desk = HangService(
+        self.hangs = HangService(
             Config(hangs=settings),
             host_snapshot,
             History(None, HistorySettings()),
@@ -84,54 +84,54 @@ class Desk:
 
         async def looking() -> None:
             while not condition():
-                self.desk.look()
+                self.hangs.check()
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(looking(), 120)
 
     async def hang(self) -> HangRecord:
         """Step, stop, and wait for what is said of that."""
-        before = len(self.desk.records)
+        before = len(self.hangs.records)
         self.step()
-        await self.until(lambda: not self.desk._open)
-        await self.until(lambda: len(self.desk.records) > before and self._is_told())
-        return self.desk.records[-1]
+        await self.until(lambda: not self.hangs._open)
+        await self.until(lambda: len(self.hangs.records) > before and self._is_told())
+        return self.hangs.records[-1]
 
     def _is_told(self) -> bool:
-        return not self.desk._tasks
+        return not self.hangs._tasks
 
 
-def run(desk: Desk, use: Callable[[], Awaitable[None]]) -> None:
+def run(host: Desk, use: Callable[[], Awaitable[None]]) -> None:
     async def live() -> None:
-        await desk.desk.start()
+        await host.hangs.start()
         try:
             await use()
         finally:
-            await desk.desk.close()
+            await host.hangs.close()
 
     asyncio.run(live())
 
 
 def test_only_the_newest_bundles_stay(sleeping: Process, tmp_path: Path) -> None:
-    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, most_bundles_per_user=1))
+    host = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, max_bundles_per_user=1))
     heard: list[str] = []
-    desk.desk.listeners.append(lambda record: heard.append(record.state))
+    host.hangs.listeners.append(lambda record: heard.append(record.state))
 
     async def use() -> None:
-        first, second = await desk.hang(), await desk.hang()
+        first, second = await host.hang(), await host.hang()
         assert "rank 0 is in `nap` (<string>:2)" in first.sentence
         assert [
             path.name for path in (tmp_path / "traces" / str(os.geteuid()) / "hangs").iterdir()
         ] == [second.id]
         assert second.directory.endswith(second.id)
         assert heard == ["hangs", "recovered", "hangs"]
-        assert {reading[:2]: reading.value for reading in desk.desk.readings()} == {
+        assert {reading[:2]: reading.value for reading in host.hangs.readings()} == {
             ("job_hung", ("j",)): 1.0,
             ("job_hangs_total", ("j",)): 2.0,
         }
 
-    run(desk, use)
-    assert [what for what, _ in desk.noted] == ["hang", "hang-over", "hang"]
+    run(host, use)
+    assert [what for what, _ in host.noted] == ["hang", "hang-over", "hang"]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_without_a_bundle_there_is_the_sentence_or_the_reason(
     sleeping: Process, tmp_path: Path, why: str
 ) -> None:
     changes = {"off": {"bundles": False}, "one-an-hour": {"every": 3600.0}, "no-directory": {}}[why]
-    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, **changes))
+    host = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, **changes))
     if why == "no-directory":
         (tmp_path / "traces").write_text("a file", encoding="ascii")
 
     async def use() -> None:
         if why == "one-an-hour":
-            assert (await desk.hang()).directory
-        record = await desk.hang()
+            assert (await host.hang()).directory
+        record = await host.hang()
         assert record.directory == ""
         if why == "no-directory":
             assert "traces cannot be written" in record.no_bundle
@@ -158,27 +158,27 @@ def test_without_a_bundle_there_is_the_sentence_or_the_reason(
                 why
             ] in record.no_bundle
 
-    run(desk, use)
+    run(host, use)
 
 
 def test_a_host_that_was_started_again_has_no_hang(sleeping: Process, tmp_path: Path) -> None:
-    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, bundles=False))
+    host = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, bundles=False))
 
     async def hangs() -> None:
-        await desk.hang()
+        await host.hang()
 
-    run(desk, hangs)
+    run(host, hangs)
     same, other = Desk(tmp_path, sleeping), Desk(tmp_path, sleeping, boot_id="another")
 
     async def is_known() -> None:
-        assert [record.state for record in same.desk.records] == ["hangs"]
-        assert same.desk.hung_since_ns(sleeping.key) == same.desk.records[0].hang.since_ns
-        same.desk.look()
+        assert [record.state for record in same.hangs.records] == ["hangs"]
+        assert same.hangs.hung_since_ns(sleeping.key) == same.hangs.records[0].hang.since_ns
+        same.hangs.check()
         assert same.steps.pace(sleeping.key) is not None  # as it was before
 
     async def is_over() -> None:
-        assert [record.state for record in other.desk.records] == ["unknown"]
-        assert other.desk.hung_since_ns(sleeping.key) is None
+        assert [record.state for record in other.hangs.records] == ["unknown"]
+        assert other.hangs.hung_since_ns(sleeping.key) is None
 
     run(same, is_known)
     run(other, is_over)
@@ -193,14 +193,14 @@ def test_a_file_that_cannot_be_read_is_begun_anew(
     sleeping: Process, tmp_path: Path, content: bytes
 ) -> None:
     (tmp_path / "hangs.json").write_bytes(content)
-    desk = Desk(tmp_path, sleeping)
+    host = Desk(tmp_path, sleeping)
 
     async def use() -> None:
-        assert desk.desk.records == []
-        desk.step()
-        desk.desk.look()
+        assert host.hangs.records == []
+        host.step()
+        host.hangs.check()
 
-    run(desk, use)
+    run(host, use)
     assert json.loads((tmp_path / "hangs.json").read_bytes())["paces"] != {}
 
 
@@ -220,24 +220,24 @@ def test_a_file_of_another_version_is_said(
 
 def test_a_disk_that_cannot_be_written_stops_nothing(sleeping: Process, tmp_path: Path) -> None:
     (tmp_path / "hangs.json").mkdir()
-    desk = Desk(tmp_path, sleeping)
+    host = Desk(tmp_path, sleeping)
 
     async def use() -> None:
-        desk.step()
-        desk.desk.look()
+        host.step()
+        host.hangs.check()
 
-    run(desk, use)
-    assert "hangs.json" in desk.desk.trouble
+    run(host, use)
+    assert "hangs.json" in host.hangs.last_error
 
 
 def test_switched_off_it_looks_at_nothing(sleeping: Process, tmp_path: Path) -> None:
-    desk = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, watch=False))
+    host = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, watch=False))
 
     async def use() -> None:
-        desk.step()
+        host.step()
         await asyncio.sleep(0.1)
-        desk.desk.look()
-        assert desk.desk.watch.stepping == set()
+        host.hangs.check()
+        assert host.hangs.watch.stepping == set()
 
-    run(desk, use)
+    run(host, use)
     assert not (tmp_path / "hangs.json").exists()

@@ -296,13 +296,13 @@ def test_sockets_that_clients_left_are_swept_and_living_ones_stay(place: Path) -
 def test_a_directory_with_a_long_name_or_open_to_others_gets_no_socket(place: Path) -> None:
     long = KinetoSockets(place / ("n" * 60), ProfilerRegistry())
     served(long, lambda: None)
-    assert "too long" in long.trouble
+    assert "too long" in long.last_error
     opened = place.parent / "open"
     opened.mkdir()
     opened.chmod(0o777)
     shared = KinetoSockets(opened, ProfilerRegistry())
     served(shared, lambda: None)
-    assert "written by others" in shared.trouble
+    assert "written by others" in shared.last_error
 
 
 AS_USER = (
@@ -377,7 +377,7 @@ def test_a_user_who_changes_the_directory_changes_nothing_of_others(place: Path)
             (place / str(ANNA) / name).symlink_to(target)
         again = KinetoSockets(place, ProfilerRegistry())
         again.start()  # jobs of hers may poll there
-        assert not again.trouble
+        assert not again.last_error
         assert stat.S_ISSOCK((place / str(ANNA) / "dynolog").lstat().st_mode)
         assert "UPDATE_INTERVAL" in (place / str(ANNA) / "libkineto.conf").read_text(
             encoding="utf-8"
@@ -439,7 +439,7 @@ def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
     async def live() -> str | None:
         first.start()
         second.start()
-        assert second.trouble.startswith("another agent has the sockets")
+        assert second.last_error.startswith("another agent has the sockets")
         with pytest.raises(OutputError, match="another agent"):
             second.prepare(os.geteuid())
         second.close()
@@ -447,7 +447,7 @@ def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
         first.close()
         third = KinetoSockets(place, ProfilerRegistry())
         third.start()
-        assert not third.trouble, "the first has ended"
+        assert not third.last_error, "the first has ended"
         third.close()
         return answer
 

@@ -69,7 +69,7 @@ def test_a_job_on_several_devices(tmp_path: Path) -> None:
     assert [owner.job for owner in owners.values()] == ["4242", "4242", ""]
     assert owners[1].sources["job"] == "job mapping"
     assert owners[1].devices == ("GPU-0", "GPU-1")  # all of its job
-    assert finder.troubles() == []
+    assert finder.list_problems() == []
 
 
 def test_several_jobs_on_a_device_are_not_told_apart(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_divided_device_is_all_its_partitions(tmp_path: Path) -> None:
 
 def test_files_of_no_device_are_said(tmp_path: Path) -> None:
     _, finder = _owners(tmp_path, {"9": "1", "0": "1", ".0.swp": "1"}, {})
-    (sentence,) = finder.troubles()
+    (sentence,) = finder.list_problems()
     assert sentence.startswith(
         "1 devices that the kubelet or job mapping names are not known here, as `9`"
     )
@@ -175,7 +175,7 @@ def test_damaged_directories(tmp_path: Path) -> None:
     mapping = JobMapping(_config(tmp_path))
     mapping.collect()
     assert mapping.jobs == {"0": ("1",), "4": ("\ufffd", "5")}
-    assert [sentence.partition(": ")[0] for sentence in mapping.trouble()] == [
+    assert [sentence.partition(": ")[0] for sentence in mapping.list_problems()] == [
         str(tmp_path / name) for name in ("1", "2", "3", "5")
     ]
 

@@ -269,7 +269,7 @@ def test_a_kubelet_that_refuses(served: api.ServedKubelet, socket_path: Path) ->
     )
     kubelet = Kubelet(Config(owners=Owners(kubelet=str(socket_path))))
     kubelet.places = frozenset({ContainerLocation("p", "c")})
-    for _ in range(2):  # it is asked seldom, and the trouble remains
+    for _ in range(2):  # it is asked seldom, and the error remains
         with pytest.raises(OSError, match="unimplemented: the feature gate is off"):
             kubelet.collect()
     assert served.asked == 1
@@ -306,7 +306,7 @@ def test_devices_that_nobody_knows_are_said(served: api.ServedKubelet, socket_pa
     )
     finder = _finder(socket_path)
     _owners(finder, [_process(1, "a", FIRST)], {})
-    (sentence,) = finder.troubles()
+    (sentence,) = finder.list_problems()
     assert sentence.startswith(
         "1 devices that the kubelet or job mapping names are not known here, as `GPU-7`"
     )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.accelerators.backend import DeviceProcess
 from traceloom.agent.ownership.model import Share, compute_shares, split_by_weights

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import CodeType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.agent.probes.python_frames import PythonFrames, find_line
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from support.probes import compiled, needs_compiler, needs_probes
 from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
@@ -170,7 +169,7 @@ class Watched:
     def __init__(self, library: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
         self.functions = ctypes.CDLL(str(library))
         self.symbols = Symbols(os.getpid())
-        self.symbols.look()
+        self.symbols.refresh()
         self.stacks = CallStacks(os.getpid(), self.symbols, None)
         self.probes = CallProbes(os.getpid(), self.stacks)
         self.probes.attach(

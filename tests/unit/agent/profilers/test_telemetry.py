@@ -32,7 +32,7 @@ class Counting:
         self.runs += 1
         return [Reading("host_cpu_seconds_total", ("user",), self.runs)]
 
-    def trouble(self) -> list[str]:
+    def list_problems(self) -> list[str]:
         return []
 
 

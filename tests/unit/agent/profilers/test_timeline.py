@@ -114,7 +114,7 @@ def traced(
         registry = ProfilerRegistry()
         sockets = KinetoSockets(place / "k", registry)
         sockets.start()
-        assert not sockets.trouble
+        assert not sockets.last_error
         stand_in = StandIn(place / "k" / str(os.geteuid()), obeys, list(masks))
         ticks = read_parent_and_start("/proc", os.getpid())[1]
         process = Process(
@@ -252,9 +252,9 @@ def test_steps_are_waited_for(place: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ({"link": "symbolic"}, "foreign-file"),
         ({"link": "hard"}, "foreign-file"),
         ({"link": "pipe"}, "foreign-file"),
-        ({"most_bytes": 10}, "quota"),
-        ({"most_kept_bytes": 10}, "quota"),
-        ({"most_result_bytes": 10}, "quota"),
+        ({"max_bytes": 10}, "quota"),
+        ({"max_kept_bytes": 10}, "quota"),
+        ({"max_result_bytes": 10}, "quota"),
     ],
 )
 def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slug: str) -> None:
@@ -278,7 +278,7 @@ def test_what_is_not_the_trace_is_not_kept(place: Path, how: dict[str, Any], slu
             )
         return [1]
 
-    limits = {name: value for name, value in how.items() if name.startswith("most")}
+    limits = {name: value for name, value in how.items() if name.startswith("max_")}
     outcome = traced(place, wrong, TIME, **limits)
     assert outcome.slug == slug
     assert not list((place / "kept" / "request").iterdir())
@@ -314,9 +314,9 @@ def test_a_quota_counts_what_is_kept_and_nothing_else(place: Path) -> None:
     for name in ("incoming/rank1.trace", "other/.rank1.kineto.json.gz.copy"):
         (place / "kept" / name).parent.mkdir()
         (place / "kept" / name).write_bytes(b"0" * 100_000)
-    assert traced(place, written, TIME, most_kept_bytes=50_000).slug == ""
+    assert traced(place, written, TIME, max_kept_bytes=50_000).slug == ""
     (place / "kept" / "other" / "rank1.kineto.json.gz").write_bytes(b"0" * 100_000)
-    assert traced(place, written, TIME, most_kept_bytes=50_000).slug == "quota"
+    assert traced(place, written, TIME, max_kept_bytes=50_000).slug == "quota"
 
 
 KEEPS = """
@@ -325,7 +325,7 @@ from traceloom.agent.traces import files as keeping
 pages = int(open("/proc/self/statm").read().split()[0])
 keeping._BASE_MEMORY_BYTES = pages * resource.getpagesize() + (32 << 20)
 facts = keeping.verify_and_store(
-    folder=sys.argv[1], name="trace", uid=os.geteuid(), to=sys.argv[2], most_bytes=1 << 30, most_kept_bytes=1 << 30,
+    folder=sys.argv[1], name="trace", uid=os.geteuid(), to=sys.argv[2], max_bytes=1 << 30, max_kept_bytes=1 << 30,
     trace_id="traceloom-1-rank0", start_ns=None, duration_s=0.5, steps=None,
 )
 print(json.dumps(facts))
@@ -387,7 +387,7 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
         def collect(self) -> list[Reading]:
             return [Reading("host_cpu_seconds_total", ("user",), len(read))]
 
-        def trouble(self) -> list[str]:
+        def list_problems(self) -> list[str]:
             return []
 
     def at_the_instant(_: int, lines: dict[str, str]) -> list[int]:
@@ -417,7 +417,7 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
             uid=os.geteuid(),
             command="",
         )
-        desk = TraceService(
+        trace_service = TraceService(
             Config(),
             registry,
             lambda: {process.key: process},
@@ -434,13 +434,13 @@ def test_what_is_recorded_beside_steps_of_no_known_pace_is_of_the_traces_window(
                 until, lambda: process.key in clients and clients[process.key].interval_s < 1
             )
             wanted = TraceSpec(pids=(process.pid,), steps=3, profilers=("timeline", "telemetry"))
-            request = await desk.submit(wanted, "test", lambda _: True)
-            async for _ in desk.changes(request):
+            request = await trace_service.submit(wanted, "test", lambda _: True)
+            async for _ in trace_service.changes(request):
                 pass
             return request
         finally:
             await asyncio.to_thread(stand_in.close)
-            await desk.close()
+            await trace_service.close()
             await scheduler.stop()
             sockets.close()
 

@@ -85,7 +85,7 @@ def delivered():
         publisher = _publisher(server)
         publisher.put(host_snapshot)
         publisher.close()
-        assert (publisher.failures, publisher.trouble) == (0, "")
+        assert (publisher.failures, publisher.last_error) == (0, "")
         ((path, headers, body),) = server.taken
     assert path == "/v1/metrics"
     resource, metrics = _metrics(body)
@@ -204,9 +204,9 @@ def test_a_refusal_is_counted_and_said() -> None:
         publisher = _publisher(server)
         publisher.put(full_board())
         assert publisher.failures == 1
-        assert "400" in publisher.trouble
+        assert "400" in publisher.last_error
         publisher.put(full_board())
-        assert (publisher.failures, publisher.trouble) == (1, "")
+        assert (publisher.failures, publisher.last_error) == (1, "")
         publisher.close()
 
 

@@ -138,7 +138,7 @@ def test_dropping_a_file_takes_what_is_not_whole_too(tmp_path: Path) -> None:
 # Targets of a request.
 
 
-def desk_of(tmp_path: Path, processes: list[Process], **traces: object) -> TraceService:
+def build_service(tmp_path: Path, processes: list[Process], **traces: object) -> TraceService:
     proc = tmp_path / "proc"
     for each in processes:
         (proc / str(each.pid)).mkdir(parents=True)
@@ -170,24 +170,24 @@ def process(pid: int, rank: int | None, uid: int = UID) -> Process:
 
 
 def submitted(
-    desk: TraceService, wanted: TraceSpec, may_trace: Callable[[int], bool] = lambda _: True
+    trace_service: TraceService, spec: TraceSpec, may_trace: Callable[[int], bool] = lambda _: True
 ) -> TraceRequest:
     async def live() -> TraceRequest:
         try:
-            return await desk.submit(wanted, "test", may_trace)
+            return await trace_service.submit(spec, "test", may_trace)
         finally:
-            await desk.close()
+            await trace_service.close()
 
     return asyncio.run(live())
 
 
 def test_each_process_has_a_name_of_its_own_and_the_host_one_for_all(tmp_path: Path) -> None:
     processes = [process(41, 1), process(42, 0), process(43, 1), process(44, 0)]
-    desk = desk_of(tmp_path, processes, attach=True)
-    wanted = TraceSpec(
+    trace_service = build_service(tmp_path, processes, attach=True)
+    spec = TraceSpec(
         job="job", steps=2, attach=True, profilers=("timeline", "telemetry", "dump", "timeline")
     )
-    request = submitted(desk, wanted)
+    request = submitted(trace_service, spec)
     names = [(target.stem, target.profiler, target.pid) for target in request.targets]
     assert names == [
         ("rank0", "timeline", 42),
@@ -216,53 +216,53 @@ def test_a_request_is_about_processes_of_one_user(
     tmp_path: Path, uids: list[int], allowed: list[int] | None, slug: str
 ) -> None:
     processes = [process(50 + number, number, uid) for number, uid in enumerate(uids)]
-    desk = desk_of(tmp_path, processes, attach=True)
-    wanted = TraceSpec(job="job", duration_s=1.0, attach=True, profilers=("dump",))
+    trace_service = build_service(tmp_path, processes, attach=True)
+    spec = TraceSpec(job="job", duration_s=1.0, attach=True, profilers=("dump",))
     may_trace: Callable[[int], bool] = (
         (lambda _: True) if allowed is None else (lambda uid: uid in allowed)
     )
     if slug:
         with pytest.raises(HttpError) as refused:
-            submitted(desk, wanted, may_trace)
+            submitted(trace_service, spec, may_trace)
         assert refused.value.slug == slug
         assert not (tmp_path / "traces").exists()
     else:
-        assert [target.uid for target in submitted(desk, wanted, may_trace).targets] == [UID]
+        assert [target.uid for target in submitted(trace_service, spec, may_trace).targets] == [UID]
 
 
 def test_a_user_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, [process(60, 0)], attach=True, most_requests_per_user=2)
-    wanted = TraceSpec(job="job", duration_s=5.0, attach=True)
+    trace_service = build_service(tmp_path, [process(60, 0)], attach=True, max_requests_per_user=2)
+    spec = TraceSpec(job="job", duration_s=5.0, attach=True)
 
     async def live() -> list[str]:
-        made = [await desk.submit(wanted, "test", lambda _: True) for _ in range(2)]
+        made = [await trace_service.submit(spec, "test", lambda _: True) for _ in range(2)]
         with pytest.raises(HttpError) as refused:
-            await desk.submit(wanted, "test", lambda _: True)
+            await trace_service.submit(spec, "test", lambda _: True)
         assert (refused.value.slug, refused.value.status) == ("quota", 429)
-        desk.cancel(made[0])
-        async for _ in desk.changes(made[0]):
+        trace_service.cancel(made[0])
+        async for _ in trace_service.changes(made[0]):
             pass
-        made.append(await desk.submit(wanted, "test", lambda _: True))  # one has ended
-        await desk.close()
+        made.append(await trace_service.submit(spec, "test", lambda _: True))  # one has ended
+        await trace_service.close()
         return [request.id for request in made]
 
     ids = asyncio.run(live())
     assert len(set(ids)) == 3
-    assert [target.state for target in desk.requests[ids[0]].targets] == ["cancelled"]
+    assert [target.state for target in trace_service.requests[ids[0]].targets] == ["cancelled"]
 
 
 def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, [], keep_days=1)
+    trace_service = build_service(tmp_path, [], keep_days=1)
     now_ns = time.time_ns()
     ages_days = {"new": 0.5, "old": 2.0, "open": 9.0}
     for name, days in ages_days.items():
-        desk.requests[name] = TraceRequest(
+        trace_service.requests[name] = TraceRequest(
             id=name,
             who="test",
             uid=UID,
             asked_ns=now_ns - int(days * 86_400e9),
             boot_id="b",
-            wanted=TraceSpec(pids=(7,), steps=1),
+            spec=TraceSpec(pids=(7,), steps=1),
             targets=[
                 TraceTarget(
                     request=name, process="7@1", profiler="dump", pid=7, uid=UID, stem="pid7"
@@ -270,18 +270,18 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
             ],
             done=name != "open",
         )
-        desk.places.prepare(UID, name)
-        (desk.places.of_request(UID, name) / "capture.json").write_text("{}")
-    desk.delete_expired()
-    asyncio.run(desk.close())  # the disk's thread has done it then
-    assert set(desk.requests) == {"new", "open"}
-    assert not desk.places.of_request(UID, "old").exists()
+        trace_service.places.prepare(UID, name)
+        (trace_service.places.of_request(UID, name) / "capture.json").write_text("{}")
+    trace_service.delete_expired()
+    asyncio.run(trace_service.close())  # the disk's thread has done it then
+    assert set(trace_service.requests) == {"new", "open"}
+    assert not trace_service.places.of_request(UID, "old").exists()
     for name in ("new", "open"):
-        assert (desk.places.of_request(UID, name) / "capture.json").exists()
+        assert (trace_service.places.of_request(UID, name) / "capture.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "slug"),
+    ("spec", "slug"),
     [
         (TraceSpec(job="job", steps=11), "too-much"),
         (TraceSpec(job="job", duration_s=5.5), "too-much"),
@@ -296,13 +296,13 @@ def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_pat
         (TraceSpec(host="node", duration_s=5.0), ""),
     ],
 )
-def test_what_a_request_may_ask_for(tmp_path: Path, wanted: TraceSpec, slug: str) -> None:
-    desk = desk_of(tmp_path, [], attach=False, most_steps=10, most_seconds=5.0)
+def test_what_a_request_may_ask_for(tmp_path: Path, spec: TraceSpec, slug: str) -> None:
+    trace_service = build_service(tmp_path, [], attach=False, max_steps=10, max_seconds=5.0)
     if not slug:
-        desk.check(wanted)
+        trace_service.check(spec)
         return
     with pytest.raises(HttpError) as refused:
-        desk.check(wanted)
+        trace_service.check(spec)
     assert refused.value.slug == slug
 
 
@@ -343,7 +343,7 @@ def test_a_window_of_steps_is_as_long_as_the_traces_beside_it() -> None:
 
 
 def test_the_window_of_several_ranks_is_from_the_first_to_the_last(tmp_path: Path) -> None:
-    desk = desk_of(tmp_path, [])
+    trace_service = build_service(tmp_path, [])
     windows = [(100, 200, "kept"), (90, 180, "kept"), (1, 900, "failed"), (None, None, "kept")]
     targets = [
         TraceTarget(
@@ -368,11 +368,11 @@ def test_the_window_of_several_ranks_is_from_the_first_to_the_last(tmp_path: Pat
         uid=UID,
         asked_ns=1,
         boot_id="",
-        wanted=TraceSpec(pids=(1,), steps=1),
+        spec=TraceSpec(pids=(1,), steps=1),
         targets=[*targets, beside],
     )
-    assert asyncio.run(desk.traced(made)) == (90, 200)
+    assert asyncio.run(trace_service.traced(made)) == (90, 200)
     made.targets = [*targets[2:], beside]
     with pytest.raises(ProfilerError) as refused:
-        asyncio.run(desk.traced(made))
+        asyncio.run(trace_service.traced(made))
     assert refused.value.slug == "no-duration"

@@ -21,7 +21,7 @@ from traceloom.server.problem import HttpError
 
 
 class Host:
-    """A desk, and processes as the kernel's files and the agent have them."""
+    """A trace_service, and processes as the kernel's files and the agent have them."""
 
     def __init__(self, folder: Path) -> None:
         self.proc = folder / "proc"
@@ -52,7 +52,7 @@ class Host:
             )
             self.registry.clients[made.key] = client
 
-    def desk(self, attach: bool = True) -> TraceService:
+    def trace_service(self, attach: bool = True) -> TraceService:
         config = Config(traces=Traces(attach=attach))
         store, places = RequestStore(None), TraceDirectories(self.folder / "traces")
         return TraceService(
@@ -61,7 +61,9 @@ class Host:
 
     def matching(self, **wanted: object) -> list[int]:
         asked = msgspec.convert({"steps": 1, **wanted}, TraceSpec)
-        return sorted(process.pid for process in self.desk().matching(asked, lambda _: True))
+        return sorted(
+            process.pid for process in self.trace_service().matching(asked, lambda _: True)
+        )
 
 
 @pytest.fixture
@@ -108,16 +110,16 @@ def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str)
     host.process(10, 1, "a", 0)
 
     async def submitted() -> str:
-        desk = host.desk(attach)
+        trace_service = host.trace_service(attach)
         try:
             with pytest.raises(HttpError) as refusal:
-                await desk.submit(
+                await trace_service.submit(
                     msgspec.convert({"pids": [10], "steps": 1, **wanted}, TraceSpec),
                     "uid 7",
                     lambda _: True,
                 )
         finally:
-            await desk.close()
+            await trace_service.close()
         return refusal.value.slug
 
     assert asyncio.run(submitted()) == slug

@@ -34,7 +34,7 @@ def _request(number: int) -> TraceRequest:
         uid=1,
         asked_ns=number,
         boot_id="b",
-        wanted=wanted,
+        spec=wanted,
         targets=[target],
     )
 
@@ -62,14 +62,14 @@ def test_what_cannot_be_written_is_refused_and_later_tried_again(tmp_path: Path)
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
     store = RequestStore(blocked / "requests.db")
-    assert store.trouble
+    assert store.last_error
     assert store.load() == []
     with pytest.raises(OutputError) as refusal:
         store.put(_request(1))
     assert refusal.value.slug == "cannot-write"
     blocked.unlink()
     store.put(_request(1))
-    assert not store.trouble
+    assert not store.last_error
     assert store.load() == [_request(1)]
     store.close()
 

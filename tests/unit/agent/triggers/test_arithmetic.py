@@ -63,7 +63,7 @@ class Watched:
         )
         self.history.append((at_ns, values))
         self.values.refresh()
-        return {firing.labels["device"] for firing in self.watch.look(at_ns)}
+        return {firing.labels["device"] for firing in self.watch.check(at_ns)}
 
     def held(self, device: str, now_ns: int) -> bool:
         """Whether it holds, read from the whole history."""
@@ -435,7 +435,7 @@ def test_a_cadence_fires_once_in_each_stretch(every_s: int) -> None:
     watch = CadenceWatch(made, "node7", START_NS)
     first: dict[str, int] = {}
     for second in range(0, 12 * every_s, every_s // 12):
-        for firing in watch.look(START_NS + second * S):
+        for firing in watch.check(START_NS + second * S):
             first.setdefault(firing.episode, second)
     times = sorted(first.values())
     assert len(times) in {11, 12}
@@ -480,16 +480,16 @@ def test_steps_are_slower_when_their_median_is_and_chance_is_no_reason(seed: int
     seen = set()
     for duration, expected in zip(durations, looped(durations, 40, 0.2), strict=True):
         steps.report("7@1", "job", 0, [duration])
-        firings = list(watch.look(START_NS))
+        firings = list(watch.check(START_NS))
         assert [firing.labels for firing in firings] == ([{"process": "7@1"}] if expected else [])
         seen.add(expected)
     assert seen == {True, False}
     traced.add("7@1")
     for _ in range(200):  # under a trace nothing is learnt
         steps.report("7@1", "job", 0, [99.0])
-    assert bool(list(watch.look(START_NS))) == expected
+    assert bool(list(watch.check(START_NS))) == expected
     living.clear()
-    assert list(watch.look(START_NS)) == []
+    assert list(watch.check(START_NS)) == []
 
 
 def test_means_of_many_steps_are_fewer_witnesses() -> None:
@@ -507,11 +507,11 @@ def test_means_of_many_steps_are_fewer_witnesses() -> None:
                 "job",
                 0,
             )
-    assert list(watch.look(START_NS)) == []
+    assert list(watch.check(START_NS)) == []
     steps.count(
         StepsTaken("7@1", (0,) * 10 + (100,) + (0,) * (len(_bounds()) - 10), 200.0, None), "job", 0
     )
-    assert len(list(watch.look(START_NS))) == 1
+    assert len(list(watch.check(START_NS))) == 1
 
 
 def _bounds() -> tuple[float, ...]:

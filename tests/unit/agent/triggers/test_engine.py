@@ -49,12 +49,12 @@ def test_a_request_names_its_trigger_everywhere(tmp_path: Path) -> None:
         rules.run(WORKER)
         (request,) = await hot(rules, 2)
         assert (request.who, request.uid) == ("trigger rule", WORKER.uid)
-        assert (request.wanted.steps, request.wanted.shapes, request.wanted.pids) == (
+        assert (request.spec.steps, request.spec.shapes, request.spec.pids) == (
             7,
             True,
             (WORKER.pid,),
         )
-        document = rules.desk._capture(request, request.targets)
+        document = rules.trace_service._capture(request, request.targets)
         assert document["request"]["trigger"] == {
             "rule": "rule",
             "target": "job",
@@ -156,7 +156,7 @@ def test_bytes_of_a_day_are_measured_and_set_aside_until_then(tmp_path: Path) ->
         rules = Rules(rule(HOT + "duration = 0.1\ncooldown = 1"), folder=tmp_path, budget=budget)
         rules.run(WORKER)
         (first,) = await hot(rules, 10)
-        assert first.most_bytes == 4_000_000
+        assert first.max_bytes == 4_000_000
         measured(first, 0.1, 3_500_000)
         (second,) = await hot(rules, 10)
         measured(second, 0.1, 3_000_000)
@@ -193,7 +193,7 @@ def test_a_file_that_is_larger_than_a_trace_may_be_is_not_kept(
     async def live() -> None:
         text = HOT + 'profilers = ["dump"]\nduration = 0.1'
         rules = Rules(rule(text), folder=tmp_path, budget=TriggerBudget(mb_per_trace=mb))
-        rules.desk.parts = {"dump": Writes}
+        rules.trace_service.parts = {"dump": Writes}
         rules.run(WORKER, polling=False)
         (request,) = await hot(rules, 2)
         (target,) = request.targets
@@ -253,7 +253,7 @@ class Stuck:
     def __init__(self, since_ns: int) -> None:
         self.since_ns = since_ns
 
-    def look(self, now_ns: int) -> list[Occurrence]:
+    def check(self, now_ns: int) -> list[Occurrence]:
         hangs = now_ns >= self.since_ns
         return (
             [Occurrence({"job": "job"}, f"job@{self.since_ns}", "no step for 10 medians")]
@@ -261,7 +261,7 @@ class Stuck:
             else []
         )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         return ""
 
 
@@ -272,7 +272,7 @@ def test_a_watch_of_another_part_of_the_agent(tmp_path: Path) -> None:
             rule('on = "hang"\nwhere = { job = "job" }'), folder=tmp_path, watches=watches
         )
         rules.run(WORKER, worker(1, "other"))
-        assert rules.triggers.trouble() == {}
+        assert rules.triggers.list_problems() == {}
         assert [len(await rules.after(30)) for _ in range(5)] == [0, 1, 0, 0, 0]
         await rules.ended()
         await rules.close()
@@ -312,7 +312,7 @@ def test_cooldown_budget_and_counts_outlive_the_agent(tmp_path: Path) -> None:
         await rules.close()
 
         rules = begun(rules.now_ns)
-        await rules.desk.start()
+        await rules.trace_service.start()
         await rules.triggers.start(rules.now_ns)
         assert rules.triggers.counts["rule"].fired == 1
         assert rules.triggers.counts["rule"].kept_bytes == 7_000_000
@@ -322,7 +322,7 @@ def test_cooldown_budget_and_counts_outlive_the_agent(tmp_path: Path) -> None:
         await rules.close()
 
         rules = begun(START_NS - 3600 * 10**9)  # the host's clock was set back
-        await rules.desk.start()
+        await rules.trace_service.start()
         await rules.triggers.start(rules.now_ns)
         assert await hot(rules, 10) == []
         assert rules.refusals() == {"cooldown": 2, "budget-bytes": 1}
@@ -351,7 +351,7 @@ def test_what_the_file_has_lost_the_requests_still_tell(tmp_path: Path, loss: st
         rules = Rules(rule(HOT + "cooldown = 100000"), folder=tmp_path)
         rules.run(WORKER)
         rules.now_ns = time.time_ns()
-        await rules.desk.start()
+        await rules.trace_service.start()
         await rules.triggers.start(rules.now_ns)
         assert await hot(rules, 10) == []
         assert rules.refusals() == {"cooldown": 1}
@@ -376,10 +376,10 @@ def test_a_disk_that_cannot_be_written_is_said_and_tried_again(tmp_path: Path) -
     blocked = tmp_path / "file"
     blocked.write_text("", encoding="utf-8")
     store = TriggerStore(blocked / "triggers.db")
-    assert store.trouble
+    assert store.last_error
     assert store.load() == ([], {})
     blocked.unlink()
     store.put([], {})
-    assert not store.trouble
+    assert not store.last_error
     assert (blocked / "triggers.db").stat().st_mode & 0o077 == 0
     store.close()

@@ -18,7 +18,7 @@ from traceloom.agent.triggers.watches import HangWatch
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> HangService:
+def hangs(tmp_path: Path) -> HangService:
     config = Config()
     return HangService(
         config,
@@ -39,26 +39,26 @@ def record(
     return HangRecord(id=number, hang=hang, sentence=sentence, state=state)
 
 
-def test_each_hang_fires_once_when_it_is_described(desk: HangService) -> None:
-    desk.records.append(record("before"))
-    watch = HangWatch(desk)
-    assert list(watch.look(time.time_ns())) == []
-    desk.records.append(record("new", sentence=""))
-    assert list(watch.look(0)) == []  # it is being looked at
-    desk.records[-1] = record("new")
-    [firing] = watch.look(0)
+def test_each_hang_fires_once_when_it_is_described(hangs: HangService) -> None:
+    hangs.records.append(record("before"))
+    watch = HangWatch(hangs)
+    assert list(watch.check(time.time_ns())) == []
+    hangs.records.append(record("new", sentence=""))
+    assert list(watch.check(0)) == []  # it is being looked at
+    hangs.records[-1] = record("new")
+    [firing] = watch.check(0)
     assert (firing.labels, firing.episode, firing.what) == (
         {"job": "slurm-7"},
         "new",
         "rank 1 is elsewhere",
     )
-    assert list(watch.look(0)) == []
-    desk.records.append(record("over", state="recovered"))
-    assert list(watch.look(0)) == []
+    assert list(watch.check(0)) == []
+    hangs.records.append(record("over", state="recovered"))
+    assert list(watch.check(0)) == []
 
 
-def test_where_hangs_are_not_watched_for_it_says_so(desk: HangService) -> None:
-    watch = HangWatch(desk)
-    assert watch.trouble() == ""
-    desk.config = Config(hangs=Hangs(watch=False))
-    assert "hangs.watch" in watch.trouble()
+def test_where_hangs_are_not_watched_for_it_says_so(hangs: HangService) -> None:
+    watch = HangWatch(hangs)
+    assert watch.find_problem() == ""
+    hangs.config = Config(hangs=Hangs(watch=False))
+    assert "hangs.watch" in watch.find_problem()

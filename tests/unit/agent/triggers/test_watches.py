@@ -97,7 +97,7 @@ def test_a_counter_counts_as_its_rate() -> None:
         assert await fires(
             rules, totals, metric="dataloader_wait_seconds_total", labels=("job", "1")
         ) == [3]
-        (request,) = rules.desk.requests.values()
+        (request,) = rules.trace_service.requests.values()
         assert request.trigger is not None
         assert (
             request.trigger.what
@@ -195,11 +195,11 @@ def test_while_it_lasts_it_is_traced_again_after_the_cooldown() -> None:
 
 def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
     async def test(rules: Rules) -> None:
-        assert rules.triggers.trouble() == {
+        assert rules.triggers.list_problems() == {
             "rule": "no collector counts processes that are killed for want of memory"
         }
         rules.put("oom_kills_total", {("/job", "job"): 1.0})
-        assert rules.triggers.trouble() == {}
+        assert rules.triggers.list_problems() == {}
         assert await rules.after(1) == []
         kill = OomKill(at_ns=START_NS, cgroup="/job", job="job", uid=0, kills=1)
         rules.host_snapshot.oom_kills = [kill]
@@ -219,11 +219,11 @@ def test_a_kill_for_want_of_memory_is_of_its_job_and_happens_once() -> None:
 
 def test_errors_of_devices() -> None:
     async def test(rules: Rules) -> None:
-        assert "NVIDIA" in rules.triggers.trouble()["rule"]
+        assert "NVIDIA" in rules.triggers.list_problems()["rule"]
         rules.host_snapshot.devices = {
             "GPU-1": Device(uuid="GPU-1", index="1", vendor="nvidia", model="")
         }
-        assert rules.triggers.trouble() == {}
+        assert rules.triggers.list_problems() == {}
         events = [
             DeviceEvent(at_ns=1, device="GPU-1", kind="xid", code=13),
             DeviceEvent(at_ns=2, device="GPU-1", kind="ecc", code=79),
@@ -294,9 +294,9 @@ def test_steps_under_a_trace_do_not_count() -> None:
         rules.run(process)
         steps.report(process.key, "job", 0, [0.1] * 1000)
         rules.put("gpu_power_watts", {("GPU-0",): 9.0})
-        assert rules.desk.is_traced(process.key) is False
+        assert rules.trace_service.is_traced(process.key) is False
         (request,) = await rules.after(1)
-        assert rules.desk.is_traced(process.key)
+        assert rules.trace_service.is_traced(process.key)
         steps.report(process.key, "job", 0, [0.9] * 1000)
         await rules.ended()
         assert request.ended
@@ -330,7 +330,7 @@ def test_a_cadence_differs_from_host_to_host_and_is_the_same_after_a_restart() -
             now = START_NS + minute * 60 * 10**9
             if minute in restarts:
                 watch, last = CadenceWatch(every, "node1", now), ""
-            for firing in watch.look(now):
+            for firing in watch.check(now):
                 if firing.episode != last:
                     at.append(minute)
                     last = firing.episode
@@ -410,24 +410,24 @@ def test_a_rule_that_can_never_fire_is_known(text: str, words: str) -> None:
     async def test(rules: Rules) -> None:
         rules.put("gpu_power_limit_watts", {("GPU-0",): 9.0})
         await rules.after(1)
-        assert words in rules.triggers.trouble()["rule"]
+        assert words in rules.triggers.list_problems()["rule"]
 
     live(of(text), test)
 
 
 def test_a_defect_of_one_rule_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def look(self, now_ns: int) -> list[object]:
+        def check(self, now_ns: int) -> list[object]:
             raise RuntimeError("planted")
 
-        def trouble(self) -> str:
+        def find_problem(self) -> str:
             return ""
 
     async def test(rules: Rules) -> None:
         rules.triggers.watches["bad"] = Broken()  # type: ignore[assignment]
         rules.run(worker(0))
         assert len(await rules.after(3600)) == 1
-        assert rules.triggers.trouble()["bad"] == "RuntimeError: planted"
+        assert rules.triggers.list_problems()["bad"] == "RuntimeError: planted"
         await rules.after(1)
         assert caplog.text.count("trigger bad has a defect") == 1
 

@@ -111,13 +111,17 @@ def test_heartbeats_are_answered_live_and_make_rows_of_jobs(
 ) -> None:
     with answering(tmp_path) as service:
         asked(service, monkeypatch)
-        desk, state, tables = service.service.hosts, service.service.state, service.service.tables
-        assert desk is not None
+        registry, state, tables = (
+            service.service.hosts,
+            service.service.state,
+            service.service.tables,
+        )
+        assert registry is not None
         said = {"user": "ana", "scheduler": "slurm", "labels": {"division": "ads"}}
         for framework in ("", "pytorch", "pytorch"):
             rank = process("j", 0, ("a",), 2.0, framework=framework, **said)
-            desk.now["n1"] = heard([device("a", 0.5, 100)], [rank], time.time_ns())
-            asyncio.run(desk._say_of_jobs())
+            registry.now["n1"] = heard([device("a", 0.5, 100)], [rank], time.time_ns())
+            asyncio.run(registry._say_of_jobs())
         assert main(["fleet", "query"]) == 0
         assert "50.0 %" in capsys.readouterr().out
         assert main(["fleet", "query", "--by", "host", "--json"]) == 0

@@ -118,7 +118,7 @@ class Fleet:
             folder,
         )
         self.host.beat()
-        request = self.made("requests", {"wanted": {"job": "job", "steps": 2}})["id"]
+        request = self.made("requests", {"spec": {"job": "job", "steps": 2}})["id"]
         self.made("tokens", {"name": "known", "role": "viewer"})
         self.made("webhooks", {"name": "known", "url": "https://93.184.216.34/hook"})
         self.there = {
@@ -307,7 +307,7 @@ def test_bodies_that_are_none_are_refused(fleet: Fleet, route: FleetRoute) -> No
 SENT: dict[str, dict[str, Any]] = {
     "AnnounceBody": {"files": [{"name": "b.json", "size": 2, "sha256": "0" * 64}]},
     "TokenBody": {"name": "other", "role": "viewer"},
-    "RequestBody": {"wanted": {"job": "job", "steps": 1}},
+    "RequestBody": {"spec": {"job": "job", "steps": 1}},
     "WebhookBody": {"name": "other", "url": "https://93.184.216.34/hook"},
     "Enrolment": {"token": "nonsense", "host": "node9"},
     "Heartbeat": {"sent_ns": 1, "boot_id": "b", "version": "1"},
@@ -360,13 +360,13 @@ TARGET = TraceTarget(
     state="kept",
 )
 WHOLE = {
-    "requests": RequestBody(wanted=TraceSpec(job="job", steps=2, ranks=(0,)), mark="m"),
+    "requests": RequestBody(spec=TraceSpec(job="job", steps=2, ranks=(0,)), mark="m"),
     "agents/node0/heartbeat": Heartbeat(
         sent_ns=1,
         boot_id="b",
         version="1",
         processes=[PROCESS],
-        trouble={"gpu": "gone"},
+        collector_errors={"gpu": "gone"},
         clock=ClockOffset(offset_ns=0, error_ns=1, round_trips=8),
         devices=[HostDevice(uuid="GPU-0", values={"a": 1.0})],
         usage=[UsageRow(minute=1, device="GPU-0", state="busy", device_ms=5)],

@@ -10,15 +10,18 @@ from typing import Any
 from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
 from traceloom.fleet.analyses.attribution import UNATTRIBUTED
-from traceloom.fleet.handlers.admin import DocumentAnswer, DocumentHistoryAnswer, DocumentVersion
+from traceloom.fleet.handlers.admin import (
+    DocumentHistoryResponse,
+    DocumentResponse,
+    DocumentVersion,
+)
 from traceloom.fleet.portal import question_pages
 from traceloom.fleet.portal.asking import build_page_url
 from traceloom.fleet.portal.charts import DAY_NS
@@ -191,17 +194,17 @@ def test_dimensions_are_moved_dropped_and_added_by_links() -> None:
     )
 
 
-HISTORY = DocumentHistoryAnswer(
+HISTORY = DocumentHistoryResponse(
     versions=[
         DocumentVersion(version=2, at_ns=NOON, who=EVIL),
         DocumentVersion(version=1, at_ns=NOON - SECOND, who="ana"),
     ]
 )
-NONE = DocumentHistoryAnswer(versions=[])
+NONE = DocumentHistoryResponse(versions=[])
 
 
 def prices_page(text: str, version: int = 2, rows: list[Any] | None = None) -> ContentPage:
-    document = DocumentAnswer(version=version, at_ns=NOON, who="ana", text=text)
+    document = DocumentResponse(version=version, at_ns=NOON, who="ana", text=text)
     parts = [part(["H100"], 10, 0, cost=30.0), part([EVIL], 5, 0)] if rows is None else rows
     whole = part([], 15, 0, cost=30.0, cost_known_ms=10 * HOUR_MS)
     view = PricesView(
@@ -255,7 +258,7 @@ def test_of_an_older_version_no_cost_is_shown_and_without_prices_none_either() -
 def owners_page(
     rules: list[OwnerRule], version: int, unattributed: int = 0, held: int = 0
 ) -> ContentPage:
-    document = DocumentAnswer(version=version, at_ns=NOON, who="ana", text="")
+    document = DocumentResponse(version=version, at_ns=NOON, who="ana", text="")
     view = OwnersView(document, tuple(rules), HISTORY if version else NONE, unattributed, held)
     return ContentPage(admin.OWNERS_PAGE.content(view))
 

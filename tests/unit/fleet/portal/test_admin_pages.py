@@ -13,11 +13,10 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, fragment_tree
 from traceloom.agent.traces.requests import TraceSpec
-from traceloom.fleet.handlers.hosts import FleetJobAnswer, FleetRequestAnswer, HostAnswer
-from traceloom.fleet.handlers.now import HostDetailAnswer, JobDetailAnswer
+from traceloom.fleet.handlers.hosts import FleetJobResponse, FleetRequestResponse, HostResponse
+from traceloom.fleet.handlers.now import HostDetailResponse, JobDetailResponse
 from traceloom.fleet.portal.page_request import PageRequest, PageUrl
-from traceloom.fleet.portal.pages import admin, job, overview
-from traceloom.fleet.portal.pages import job as request
+from traceloom.fleet.portal.pages import admin, job, job as request, overview
 from traceloom.fleet.portal.pages.job import JobView
 from traceloom.fleet.portal.pages.overview import HostView
 from traceloom.fleet.service.service import FleetService
@@ -158,12 +157,12 @@ def test_the_audit_says_who_did_what() -> None:
     ]
 
 
-def running(state: str = "running", who: str = "ana") -> FleetRequestAnswer:
-    return FleetRequestAnswer(
+def running(state: str = "running", who: str = "ana") -> FleetRequestResponse:
+    return FleetRequestResponse(
         id="r",
         who=who,
         asked_ns=NOON,
-        wanted=TraceSpec(job="a", steps=3),
+        spec=TraceSpec(job="a", steps=3),
         state=state,
         since_ns=NOON,  # type: ignore[arg-type]
         start_ns=0,
@@ -178,7 +177,7 @@ def running(state: str = "running", who: str = "ana") -> FleetRequestAnswer:
 
 
 def job_of(traceable: int = 2) -> JobView:
-    answer = FleetJobAnswer(
+    answer = FleetJobResponse(
         job="a",
         name="a",
         scheduler="",
@@ -193,7 +192,7 @@ def job_of(traceable: int = 2) -> JobView:
         steps_per_second=1.0,
         hung=False,
     )
-    return JobView("a", JobDetailAnswer(job=answer, processes=[]), [], [], [], [])
+    return JobView("a", JobDetailResponse(job=answer, processes=[]), [], [], [], [])
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -214,7 +213,7 @@ def test_forms_are_shown_to_those_who_may_send_them(role: Role) -> None:
     assert forms(overview.HOSTS_PAGE.controls(visitor(role), [])) == (
         rank >= ROLES.index("operator")
     )
-    view = HostView(HostDetailAnswer(host=HostAnswer(host="h"), devices=[], processes=[]), [])
+    view = HostView(HostDetailResponse(host=HostResponse(host="h"), devices=[], processes=[]), [])
     assert forms(overview.HOST_PAGE.controls(visitor(role), view)) == (
         rank >= ROLES.index("operator")
     )
@@ -226,11 +225,11 @@ def test_forms_are_shown_to_those_who_may_send_them(role: Role) -> None:
     )
     assert (
         job.JOB_PAGE.controls(
-            visitor(role), JobView("a", JobDetailAnswer(job=None, processes=[]), [], [], [], [])
+            visitor(role), JobView("a", JobDetailResponse(job=None, processes=[]), [], [], [], [])
         )
         is None
     )
-    rules = admin.FleetTriggersAnswer(
+    rules = admin.FleetTriggersResponse(
         toml="",
         rules=[],
         traces_per_day=1,
@@ -238,7 +237,7 @@ def test_forms_are_shown_to_those_who_may_send_them(role: Role) -> None:
         bytes_per_day=1,
         bytes_left=1,
         share=0.1,
-        trouble="",
+        last_error="",
     )
     assert forms(admin.TRIGGERS_PAGE.controls(visitor(role), rules)) == (
         rank >= ROLES.index("operator")

@@ -371,14 +371,14 @@ def test_the_overview_has_the_numbers_of_the_routes(
     assert [row[0] for row in page.tables()["jobs"].texts] == [job["job"] for job in jobs]
     wrong = words(next(of for of in page.all("ul") if of.get("class") == "wrong"))
     assert all(host in wrong for host in now["lost"])
-    for kernel in {of["kernel"] for of in client.get("trouble")["slower"]}:
+    for kernel in {of["kernel"] for of in client.get("problems")["slower"]}:
         assert f"{kernel} takes" in wrong
 
 
 def test_what_is_wrong_is_what_the_question_about_regressions_says(reader: Reader) -> None:
     changes = reader.client.get("regressions", top="1000")["changes"]
     slower = [of for of in changes if of["change"] > 0 and of["cause"] not in {"shapes", "device"}]
-    told = reader.client.get("trouble")["slower"]
+    told = reader.client.get("problems")["slower"]
     assert slower
     assert told == [{name: of[name] for name in told[0]} for of in slower]
 

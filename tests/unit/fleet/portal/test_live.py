@@ -18,12 +18,12 @@ class Changing:
 
     def __init__(self) -> None:
         self.number, self.looks, self.ended = 1, 0, False
-        self.trouble: HttpError | None = None
+        self.last_error: HttpError | None = None
 
     async def look(self) -> LiveContent:
         self.looks += 1
-        if self.trouble is not None:
-            raise self.trouble
+        if self.last_error is not None:
+            raise self.last_error
         return LiveContent("head", f"{self.number}", self.ended)
 
 
@@ -85,14 +85,14 @@ def test_it_ends_with_what_it_is_about_and_waits_for_a_service_that_leads(status
         await anext(reader)
         await anext(reader)
         if status:
-            page.trouble = HttpError(status, "no", slug="not-leading")
+            page.last_error = HttpError(status, "no", slug="not-leading")
         else:
             page.ended, page.number = True, 9
             assert parts(await anext(reader)) == "9"
         coming = asyncio.ensure_future(anext(reader))
         if status == 503:
             await asyncio.sleep(0.03)
-            page.trouble, page.number = None, 7
+            page.last_error, page.number = None, 7
             assert parts(await coming) == "7"
             await reader.aclose()
             return

@@ -7,16 +7,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import HtmlTree, words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, fragment_tree
 from traceloom.fleet.analyses.attribution import match_pattern
-from traceloom.fleet.portal import charts, page
-from traceloom.fleet.portal import charts as pictures
+from traceloom.fleet.portal import charts, charts as pictures, page
 from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.portal.asking import (
     FILTERS,

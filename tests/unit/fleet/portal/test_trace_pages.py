@@ -7,8 +7,7 @@ from typing import get_args
 from urllib.parse import unquote
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
@@ -27,20 +26,22 @@ from support.page_contents import (
 )
 from traceloom.agent.traces.requests import TraceSpec
 from traceloom.agent.triggers.store import LastFiring, LastRefusal
-from traceloom.fleet.api import CaptureAnswer, TaskAnswer
-from traceloom.fleet.handlers.admin import FleetTriggerAnswer, FleetTriggersAnswer
+from traceloom.fleet.api import CaptureResponse, TaskResponse
+from traceloom.fleet.handlers.admin import FleetTriggerResponse, FleetTriggersResponse
 from traceloom.fleet.handlers.hosts import RequestHost
 from traceloom.fleet.portal.page_request import PageUrl
-from traceloom.fleet.portal.pages import admin as triggers_page
-from traceloom.fleet.portal.pages import captures as captures_page
-from traceloom.fleet.portal.pages import job as request_page
-from traceloom.fleet.portal.pages import job as requests_page
+from traceloom.fleet.portal.pages import (
+    admin as triggers_page,
+    captures as captures_page,
+    job as request_page,
+    job as requests_page,
+)
 from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState
 
 STATES: tuple[FleetState, ...] = get_args(FleetState)
 
 
-def capture(number: int, state: str, **changes: object) -> CaptureAnswer:
+def capture(number: int, state: str, **changes: object) -> CaptureResponse:
     fields: dict[str, object] = {
         "id": f"c{number}",
         "day": "2026-09-21",
@@ -52,7 +53,7 @@ def capture(number: int, state: str, **changes: object) -> CaptureAnswer:
         "tasks": [],
         "files": {"rank0.json": 1_000_000, "rank1.json": 500_000},
     }
-    return CaptureAnswer(**{**fields, **changes})  # type: ignore[arg-type]
+    return CaptureResponse(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:
@@ -80,14 +81,14 @@ def test_a_request_says_what_was_asked_by_whom_and_why_there_is_nothing() -> Non
         request(
             "r/1",
             "failed",
-            wanted=TraceSpec(job="b/c", duration_s=0.25, profilers=("stacks", "dump")),
+            spec=TraceSpec(job="b/c", duration_s=0.25, profilers=("stacks", "dump")),
             who=EVIL,
             detail=EVIL,
         ),
         request(
             "r2",
             "done",
-            wanted=TraceSpec(job=EVIL, steps=1),
+            spec=TraceSpec(job=EVIL, steps=1),
             capture="c/2",
             hosts=[RequestHost(host="n", state="done", since_ns=1)],
         ),
@@ -186,13 +187,13 @@ def test_ranges_of_ranks_hold_the_ranks_that_they_are_of(ranks: set[int]) -> Non
 
 
 def test_captures_are_counted_by_state_and_lead_to_where_they_are() -> None:
-    failed = TaskAnswer(version="2", state="quarantined", attempts=3, error=EVIL)
+    failed = TaskResponse(version="2", state="quarantined", attempts=3, error=EVIL)
     rows = [
         capture(0, "committed"),
         capture(
             1,
             "quarantined",
-            tasks=[TaskAnswer(version="1", state="committed", attempts=1, error="old"), failed],
+            tasks=[TaskResponse(version="1", state="committed", attempts=1, error="old"), failed],
         ),
         capture(2, "", job="", files={}, bytes=0),
     ]
@@ -225,7 +226,7 @@ def test_older_captures_are_led_to_where_a_page_is_full(count: int, about: str) 
     assert older == ([f"/captures?before={NOON - 999 * SECOND}"] if count == 1000 else [])
 
 
-def rule(name: str, on: str, **changes: object) -> FleetTriggerAnswer:
+def rule(name: str, on: str, **changes: object) -> FleetTriggerResponse:
     fields: dict[str, object] = {
         "name": name,
         "on": on,
@@ -238,10 +239,10 @@ def rule(name: str, on: str, **changes: object) -> FleetTriggerAnswer:
         "last": None,
         "last_refusal": None,
     }
-    return FleetTriggerAnswer(**{**fields, **changes})  # type: ignore[arg-type]
+    return FleetTriggerResponse(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-def triggers(*rules: FleetTriggerAnswer, **changes: object) -> FleetTriggersAnswer:
+def triggers(*rules: FleetTriggerResponse, **changes: object) -> FleetTriggersResponse:
     fields: dict[str, object] = {
         "toml": "",
         "rules": list(rules),
@@ -250,9 +251,9 @@ def triggers(*rules: FleetTriggerAnswer, **changes: object) -> FleetTriggersAnsw
         "bytes_per_day": 20_000_000_000,
         "bytes_left": 5_000_000_000,
         "share": 0.01,
-        "trouble": "",
+        "last_error": "",
     }
-    return FleetTriggersAnswer(**{**fields, **changes})  # type: ignore[arg-type]
+    return FleetTriggersResponse(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_rules_say_what_they_did_and_why_they_did_not() -> None:
@@ -313,14 +314,14 @@ def test_rules_say_what_they_did_and_why_they_did_not() -> None:
 def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
     page = ContentPage(
         triggers_page.TRIGGERS_PAGE.content(
-            triggers(rule("a", "usage"), traces_left=0, bytes_left=0, trouble=EVIL)
+            triggers(rule("a", "usage"), traces_left=0, bytes_left=0, last_error=EVIL)
         )
     )
     numbers = page.numbers()
     assert (numbers["Traces left"].grade, numbers["Bytes left"].grade) == ("warn", "warn")
     assert numbers["Traces left"].value == "0"
     assert [words(of) for of in page.all("h2")] == ["What is wrong", "Rules", "What happened last"]
-    assert SPELLED in words(page.by_id("trouble-part"))
+    assert SPELLED in words(page.by_id("problems-part"))
     assert "No rule has fired yet." in words(page.by_id("last"))
     none = ContentPage(triggers_page.TRIGGERS_PAGE.content(triggers()))
     assert none.heading == "There are no rules yet"
@@ -330,7 +331,7 @@ def test_a_budget_that_is_spent_and_rules_that_fail_are_seen_first() -> None:
 def test_the_table_of_requests_is_filtered_by_all_that_it_shows() -> None:
     rows = [
         request("r1", "done", who="trigger daily"),
-        request("r2", "done", who="ana", wanted=TraceSpec(job="daily", steps=2)),
+        request("r2", "done", who="ana", spec=TraceSpec(job="daily", steps=2)),
     ]
     table = requests_page.build_requests_table(rows)
     assert [

@@ -11,24 +11,22 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, answered
-from traceloom.fleet.api import CaptureAnswer, TaskAnswer
+from traceloom.fleet.api import CaptureResponse, TaskResponse
 from traceloom.fleet.handlers.now import (
     CaptureFacts,
-    CaptureFactsAnswer,
+    CaptureFactsResponse,
     FleetFinding,
     HostTelemetryInCapture,
 )
 from traceloom.fleet.portal import question_pages
 from traceloom.fleet.portal.charts import DAY_NS
-from traceloom.fleet.portal.pages import capture, kernel
-from traceloom.fleet.portal.pages import kernel as comparison
-from traceloom.fleet.portal.pages import kernel as regression
+from traceloom.fleet.portal.pages import capture, kernel, kernel as comparison, kernel as regression
 from traceloom.fleet.portal.pages.capture import CaptureView
 from traceloom.fleet.portal.pages.kernel import CapturePair, ChangeView, KernelView
 from traceloom.fleet.portal.question_pages import WorkView
 
 
-def capture_of(identity: str, state: str, *states: str, **changes: Any) -> CaptureAnswer:
+def capture_of(identity: str, state: str, *states: str, **changes: Any) -> CaptureResponse:
     fields: dict[str, Any] = {
         "id": identity,
         "day": "2026-09-21",
@@ -39,11 +37,11 @@ def capture_of(identity: str, state: str, *states: str, **changes: Any) -> Captu
         "state": state,
         "files": {"rank1.json": 500_000, "rank0 <b>.json": 1_000_000},
         "tasks": [
-            TaskAnswer(version=str(at), state=of, attempts=1, error=EVIL)
+            TaskResponse(version=str(at), state=of, attempts=1, error=EVIL)
             for at, of in enumerate(states)
         ],  # type: ignore[arg-type]
     }
-    return CaptureAnswer(**{**fields, **changes})
+    return CaptureResponse(**{**fields, **changes})
 
 
 def facts(**changes: Any) -> CaptureFacts:
@@ -65,14 +63,14 @@ def facts(**changes: Any) -> CaptureFacts:
 
 
 def view_of(
-    of_capture: CaptureAnswer,
+    of_capture: CaptureResponse,
     of_tables: CaptureFacts | None = None,
     *beside: HostTelemetryInCapture,
     **more: Any,
 ) -> CaptureView:
     return CaptureView(
         of_capture,
-        CaptureFactsAnswer(facts=of_tables, beside=list(beside)),
+        CaptureFactsResponse(facts=of_tables, beside=list(beside)),
         more.get("findings", []),
         more.get("others", []),
     )

@@ -11,30 +11,32 @@ pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 from support.html_tree import words
 from support.page_contents import EVIL, NOON, SECOND, SPELLED, ContentPage, Shown, request
 from traceloom.agent.fleet_link.protocol import HostProcess
-from traceloom.fleet.handlers.hosts import FleetJobAnswer, HostAnswer
+from traceloom.fleet.handlers.hosts import FleetJobResponse, HostResponse
 from traceloom.fleet.handlers.now import (
     DailyTopline,
     DeviceStatus,
     FleetFinding,
-    FleetProblemsAnswer,
-    FleetStatusAnswer,
-    HostDetailAnswer,
-    JobDetailAnswer,
+    FleetProblemsResponse,
+    FleetStatusResponse,
+    HostDetailResponse,
+    JobDetailResponse,
     JobProcess,
     QuarantinedCapture,
     SlowerKernel,
     UsagePeriod,
 )
-from traceloom.fleet.portal.pages import job as job_page
-from traceloom.fleet.portal.pages import overview
-from traceloom.fleet.portal.pages import overview as host_page
-from traceloom.fleet.portal.pages import overview as hosts_page
-from traceloom.fleet.portal.pages import overview as jobs_page
+from traceloom.fleet.portal.pages import (
+    job as job_page,
+    overview,
+    overview as host_page,
+    overview as hosts_page,
+    overview as jobs_page,
+)
 from traceloom.fleet.portal.pages.job import JobView
 from traceloom.fleet.portal.pages.overview import FleetView, HostView
 from traceloom.server.problem import HttpError
 
-HERE = HostAnswer(
+HERE = HostResponse(
     host="node1",
     heard_ns=NOON,
     lost=False,
@@ -45,15 +47,15 @@ HERE = HostAnswer(
     stale_devices=1,
     processes=9,
     jobs=["a", "b/c"],
-    trouble={"nvml": "no permission", "disk": EVIL},
+    collector_errors={"nvml": "no permission", "disk": EVIL},
 )
-LOST = HostAnswer(
+LOST = HostResponse(
     host=EVIL, heard_ns=NOON - 90 * SECOND, lost=True, version="1.1", devices=4, jobs=["a"]
 )
-NEVER = HostAnswer(host="node3")
+NEVER = HostResponse(host="node3")
 
 
-def job(identity: str = "a", **changes: object) -> FleetJobAnswer:
+def job(identity: str = "a", **changes: object) -> FleetJobResponse:
     fields: dict[str, object] = {
         "job": identity,
         "name": identity,
@@ -69,7 +71,7 @@ def job(identity: str = "a", **changes: object) -> FleetJobAnswer:
         "steps_per_second": 2.5,
         "hung": False,
     }
-    return FleetJobAnswer(**{**fields, **changes})  # type: ignore[arg-type]
+    return FleetJobResponse(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
@@ -82,7 +84,7 @@ def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
         "–",
     ]
     assert page.column("hosts", "Clock") == ["-2.50 ms", "–", "–"]
-    assert page.column("hosts", "Trouble") == [f"disk: {SPELLED}; nvml: no permission", "–", "–"]
+    assert page.column("hosts", "Errors") == [f"disk: {SPELLED}; nvml: no permission", "–", "–"]
     # Of several jobs the host's own page tells; of one its page.
     assert page.leads("hosts", "Jobs") == ["/hosts/node1", "/jobs/a", ""]
     assert unquote(page.leads("hosts", "Host")[1]) == f"/hosts/{EVIL}"
@@ -98,11 +100,11 @@ def test_hosts_are_told_apart_by_whether_they_were_heard_of() -> None:
 def test_a_fleet_in_which_nothing_is_wrong_has_no_colour() -> None:
     page = ContentPage(
         hosts_page.HOSTS_PAGE.content(
-            [HostAnswer(host="node1", heard_ns=NOON, lost=False, devices=1)]
+            [HostResponse(host="node1", heard_ns=NOON, lost=False, devices=1)]
         )
     )
     assert {of.grade for of in page.numbers().values()} == {""}
-    assert "Trouble" not in page.tables()["hosts"].heads, "no row has any"
+    assert "Errors" not in page.tables()["hosts"].heads, "no row has any"
     nobody = ContentPage(hosts_page.HOSTS_PAGE.content([]))
     assert nobody.numbers() == {}
     assert "traceloom fleet token enrol node7 > node7.token" in [
@@ -149,7 +151,7 @@ def test_jobs_that_run_are_counted_and_named() -> None:
 
 def fleet(**changes: object) -> FleetView:
     fields: dict[str, object] = {
-        "now": FleetStatusAnswer(
+        "now": FleetStatusResponse(
             hosts=3,
             lost=["node9"],
             devices={"busy": 6, "idle-allocated": 1, "unallocated": 4, "unreachable": 1},
@@ -160,7 +162,7 @@ def fleet(**changes: object) -> FleetView:
         "jobs": [job()],
         "failed": [],
         "open": [],
-        "trouble": FleetProblemsAnswer(slower=[], quarantined=[]),
+        "problems": FleetProblemsResponse(slower=[], quarantined=[]),
     }
     return FleetView(**{**fields, **changes})  # type: ignore[arg-type]
 
@@ -203,7 +205,7 @@ def of_day(device_use: float, flop_rate: float | None, power_w: float) -> DailyT
 
 def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     day = of_day(0.375, None, 412.4)
-    now = FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=day)
+    now = FleetStatusResponse(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=day)
     numbers = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now))).numbers()
     assert (numbers["Device use"].value, numbers["Power"].value) == ("37.5 %", "412 W")
     assert "FLOP/s" not in numbers
@@ -212,7 +214,9 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
     zero = ContentPage(
         overview.OVERVIEW_PAGE.content(
             fleet(
-                now=FleetStatusAnswer(hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle)
+                now=FleetStatusResponse(
+                    hosts=1, lost=[], devices={"busy": 1}, tasks={}, topline=idle
+                )
             )
         )
     ).numbers()
@@ -231,7 +235,7 @@ def test_the_topline_of_the_day_leaves_out_what_nobody_measures() -> None:
 def test_the_overview_of_a_small_fleet_says_what_there_is(
     hosts: int, devices: dict[str, int], heading: str
 ) -> None:
-    now = FleetStatusAnswer(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
+    now = FleetStatusResponse(hosts=hosts, lost=[], devices=devices, tasks={}, topline=None)  # type: ignore[arg-type]
     page = ContentPage(overview.OVERVIEW_PAGE.content(fleet(now=now)))
     assert page.heading == heading
     joining = "traceloom agent run --server URL --token-file node7.token" in [
@@ -262,7 +266,7 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
             request("r/1", "failed", detail="nobody came"),
             request("r2", "failed", reason="no-such-job"),
         ],
-        trouble=FleetProblemsAnswer(
+        problems=FleetProblemsResponse(
             slower=[slower("gemm", 0.26), slower("norm", 1.5, shapes=EVIL), slower("gemm", 0.1)],
             quarantined=quarantined,
         ),
@@ -289,7 +293,7 @@ def test_what_stops_work_stands_first_and_each_line_leads_to_it() -> None:
 
 @pytest.mark.parametrize("count", [8, 9, 30])
 def test_of_many_things_that_are_wrong_the_first_are_shown_and_the_rest_counted(count: int) -> None:
-    view = fleet(hosts=[HostAnswer(host=f"n{number}", heard_ns=NOON) for number in range(count)])
+    view = fleet(hosts=[HostResponse(host=f"n{number}", heard_ns=NOON) for number in range(count)])
     lines = wrong(ContentPage(overview.OVERVIEW_PAGE.content(view)))
     assert len(lines) == min(count, 9)
     if count > 8:
@@ -297,7 +301,7 @@ def test_of_many_things_that_are_wrong_the_first_are_shown_and_the_rest_counted(
 
 
 def test_that_it_is_not_known_whether_kernels_are_slower_is_said() -> None:
-    view = fleet(trouble=HttpError(503, "the tables are being rebuilt", slug="not-ready"))
+    view = fleet(problems=HttpError(503, "the tables are being rebuilt", slug="not-ready"))
     assert wrong(ContentPage(overview.OVERVIEW_PAGE.content(view))) == [
         ("warn", "Whether kernels became slower is not known now: the tables are being rebuilt", [])
     ]
@@ -347,7 +351,7 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
     ]
     page = ContentPage(
         host_page.HOST_PAGE.content(
-            HostView(HostDetailAnswer(host=HERE, devices=devices, processes=processes), usage)
+            HostView(HostDetailResponse(host=HERE, devices=devices, processes=processes), usage)
         )
     )
     assert page.heading == "node1"
@@ -375,7 +379,7 @@ def test_a_host_shows_what_its_devices_measure_and_nothing_where_they_do_not() -
 def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
     page = ContentPage(
         host_page.HOST_PAGE.content(
-            HostView(HostDetailAnswer(host=NEVER, devices=[], processes=[]), [])
+            HostView(HostDetailResponse(host=NEVER, devices=[], processes=[]), [])
         )
     )
     numbers = page.numbers()
@@ -391,8 +395,8 @@ def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
     behind = ContentPage(
         host_page.HOST_PAGE.content(
             HostView(
-                HostDetailAnswer(
-                    host=HostAnswer(
+                HostDetailResponse(
+                    host=HostResponse(
                         host="n", heard_ns=NOON, lost=False, clock_offset_ns=0, clock_error_ns=0
                     ),
                     devices=[],
@@ -405,10 +409,10 @@ def test_a_host_that_was_never_heard_of_has_no_clock_and_no_version() -> None:
     assert behind.numbers()["Clock"].value == "0 ns", "measured to be right is not unknown"
 
 
-def job_view(answer: FleetJobAnswer | None, **changes: object) -> JobView:
+def job_view(answer: FleetJobResponse | None, **changes: object) -> JobView:
     fields: dict[str, object] = {
         "name": "a",
-        "detail": JobDetailAnswer(job=answer, processes=[]),
+        "detail": JobDetailResponse(job=answer, processes=[]),
         "captures": [],
         "findings": [],
         "requests": [],
@@ -476,7 +480,7 @@ def test_a_job_has_its_processes_findings_and_numbers() -> None:
         scheduler="slurm",
     )
     view = job_view(
-        answer, detail=JobDetailAnswer(job=answer, processes=processes), findings=findings
+        answer, detail=JobDetailResponse(job=answer, processes=processes), findings=findings
     )
     page = ContentPage(job_page.JOB_PAGE.content(view))
     numbers = page.numbers()

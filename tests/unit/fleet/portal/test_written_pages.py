@@ -19,7 +19,7 @@ from traceloom.agent.fleet_link.client import ServiceClient  # noqa: E402
 from traceloom.agent.fleet_link.protocol import (  # noqa: E402
     Enrolment,
     Heartbeat,
-    HeartbeatAnswer,
+    HeartbeatResponse,
     HostCredentials,
     HostProcess,
 )
@@ -44,7 +44,7 @@ class Portal:
             for rank in (0, 1)
         ]
         beat = Heartbeat(sent_ns=time.time_ns(), boot_id="b", version="1", processes=ranks)
-        host.post("agents/node1/heartbeat", beat, HeartbeatAnswer)
+        host.post("agents/node1/heartbeat", beat, HeartbeatResponse)
         host.close()
         self.cookie = self.service.signed_in()
 

@@ -38,28 +38,28 @@ def with_desk(
     async def run() -> None:
         tables, state = Tables(str(folder)), ServiceState(str(folder / "state.db"))
         tables.create()
-        desk = QueryService(tables, state, lambda: NOW, seconds)
+        queries = QueryService(tables, state, lambda: NOW, seconds)
         try:
-            await test(desk)
+            await test(queries)
         finally:
-            desk.close()
+            queries.close()
             state.close()
 
     asyncio.run(run())
 
 
 def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
-    async def test(desk: QueryService) -> None:
+    async def test(queries: QueryService) -> None:
         release = threading.Event()
         slugs = []
         try:
-            asked = [asyncio.ensure_future(desk.work(release.wait)) for _ in range(MAX_WAITING)]
+            asked = [asyncio.ensure_future(queries.work(release.wait)) for _ in range(MAX_WAITING)]
             await asyncio.sleep(0)
             with pytest.raises(HttpError) as refused:
-                await desk.work(release.wait)
+                await queries.work(release.wait)
             assert (refused.value.slug, refused.value.status) == ("busy", 503)
             # a state's method, as an agent's request needs it, goes on meanwhile
-            assert await asyncio.to_thread(desk.state.counts)
+            assert await asyncio.to_thread(queries.state.counts)
             for answer in await asyncio.gather(*asked, return_exceptions=True):
                 assert isinstance(answer, HttpError)
                 slugs.append(answer.slug)
@@ -72,21 +72,21 @@ def test_what_takes_too_long_is_said_so_and_what_is_too_much_is_refused(tmp_path
         finally:
             release.set()
         assert set(slugs) == {"slow-question"}
-        desk.seconds = 60.0
+        queries.seconds = 60.0
         await asyncio.to_thread(
-            desk._threads.submit(bool).result
+            queries._threads.submit(bool).result
         )  # what was asked before has ended
-        assert await desk.work(lambda: "answered") == "answered"
+        assert await queries.work(lambda: "answered") == "answered"
 
     with_desk(tmp_path, test, seconds=0.2)
 
 
 def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path) -> None:
-    async def test(desk: QueryService) -> None:
-        first = await desk.ask(FINDINGS, RuleQuery())
-        assert await desk.ask(FINDINGS, RuleQuery()) is first
-        assert await desk.ask(FINDINGS, RuleQuery(top=7)) is not first
-        of_before = await desk.ask(FINDINGS, RuleQuery(top=8))
+    async def test(queries: QueryService) -> None:
+        first = await queries.ask(FINDINGS, RuleQuery())
+        assert await queries.ask(FINDINGS, RuleQuery()) is first
+        assert await queries.ask(FINDINGS, RuleQuery(top=7)) is not first
+        of_before = await queries.ask(FINDINGS, RuleQuery(top=8))
         day = get_utc_day(NOW)
         row = {"day": [day], "capture": ["c"], "slug": ["launch-bound"], "confidence": [1.0]}
         about = {"day": [day], "capture": ["c"], "start_ns": [NOW]}
@@ -94,14 +94,14 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
             name: SCHEMAS[name].complete(pl.DataFrame(data))
             for name, data in (("findings", row), ("captures", about))
         }
-        desk.tables.commit("captures", 1, rows)
-        assert await desk.ask(FINDINGS, RuleQuery(top=8), seconds=3600.0) is of_before, (
+        queries.tables.commit("captures", 1, rows)
+        assert await queries.ask(FINDINGS, RuleQuery(top=8), seconds=3600.0) is of_before, (
             "it is not old"
         )
-        second = await desk.ask(FINDINGS, RuleQuery())
+        second = await queries.ask(FINDINGS, RuleQuery())
         assert [each.rule for each in second.rows] == ["launch-bound"]  # type: ignore[attr-defined]
-        desk.state.put_document("owners", "olga", "")
-        assert await desk.ask(FINDINGS, RuleQuery()) is not second
+        queries.state.put_document("owners", "olga", "")
+        assert await queries.ask(FINDINGS, RuleQuery()) is not second
 
     with_desk(tmp_path, test)
 
@@ -109,7 +109,7 @@ def test_an_answer_is_given_again_until_a_table_or_a_rule_changes(tmp_path: Path
 def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_meanwhile(
     tmp_path: Path,
 ) -> None:
-    async def test(desk: QueryService) -> None:
+    async def test(queries: QueryService) -> None:
         release, worked = threading.Event(), []
 
         def slow(frames: QuestionFrames, asked: Any) -> Any:
@@ -120,14 +120,14 @@ def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_mea
         question, asked = replace(FINDINGS, compute=slow), RuleQuery()
         for _ in range(3):
             with pytest.raises(AnswerPendingError) as working:
-                await desk.ask_again(question, asked, 0.0)
+                await queries.ask_again(question, asked, 0.0)
         assert working.value.seconds > 0
-        desk.state.put_document("owners", "olga", "")  # which has an answer made anew
+        queries.state.put_document("owners", "olga", "")  # which has an answer made anew
         release.set()
-        answers = [await desk.ask_again(question, asked, 60.0) for _ in range(2)]
+        answers = [await queries.ask_again(question, asked, 60.0) for _ in range(2)]
         assert answers[0] is answers[1]
         assert len(worked) == 1
-        other = await desk.ask_again(question, RuleQuery(top=3), 60.0)
+        other = await queries.ask_again(question, RuleQuery(top=3), 60.0)
         assert other is not answers[0]
 
     with_desk(tmp_path, test)

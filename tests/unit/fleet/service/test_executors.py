@@ -15,7 +15,7 @@ from support.prometheus import free_port
 from traceloom import __version__
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.fleet.service.executors import (
-    ClusterAnswer,
+    ClusterResponse,
     ClusterSettings,
     DaskEngine,
     EngineTls,
@@ -96,7 +96,7 @@ def test_a_task_that_runs_when_the_service_ends_is_given_up(tmp_path: Path) -> N
 
 def test_whatever_a_worker_is_sent_it_answers() -> None:
     answer = run_in_worker(b"\xc1", b"\xc1", 1, gettempdir())
-    assert ClusterAnswer.__name__.encode() not in answer  # plain data
+    assert ClusterResponse.__name__.encode() not in answer  # plain data
     assert b"worker" in answer
 
 

@@ -1,4 +1,4 @@
-"""The desk for hosts: who joins, what each is to do, and files that count only whole; it goes on after a restart."""
+"""The registry for hosts: who joins, what each is to do, and files that count only whole; it goes on after a restart."""
 
 from __future__ import annotations
 
@@ -63,41 +63,41 @@ async def sent(content: bytes) -> AsyncIterator[bytes]:
         yield content[at : at + 3]
 
 
-def with_desk(tmp_path: Path, test: Callable[[HostRegistry], Awaitable[None]]) -> None:
+def with_registry(tmp_path: Path, test: Callable[[HostRegistry], Awaitable[None]]) -> None:
     async def run() -> None:
         state = ServiceState(str(tmp_path / "state.db"))
         assert state.lead(LEADER, "term", 600) or state.renew_lease(LEADER, "term", 600)
-        desk = HostRegistry(state, tmp_path / "from-hosts", "term")
-        await desk.start()
+        registry = HostRegistry(state, tmp_path / "from-hosts", "term")
+        await registry.start()
         try:
-            await test(desk)
+            await test(registry)
         finally:
-            await desk.close()
+            await registry.close()
             state.close()
 
     asyncio.run(run())
 
 
-async def joined(desk: HostRegistry, host: str) -> str:
-    token = desk.state.add_enrolment("", 1)
-    return (await desk.enrol(Enrolment(token=token, host=host))).credential
+async def joined(registry: HostRegistry, host: str) -> str:
+    token = registry.state.add_enrolment("", 1)
+    return (await registry.enrol(Enrolment(token=token, host=host))).credential
 
 
 def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
-    async def test(desk: HostRegistry) -> None:
-        token = desk.state.add_enrolment("", 1)
-        credential = (await desk.enrol(Enrolment(token=token, host="a"))).credential
-        desk.check_host("a", credential)
+    async def test(registry: HostRegistry) -> None:
+        token = registry.state.add_enrolment("", 1)
+        credential = (await registry.enrol(Enrolment(token=token, host="a"))).credential
+        registry.check_host("a", credential)
         refusals = []
         for of_token, host in (
             (token, "b"),
-            (desk.state.add_enrolment("", 1), "a"),
-            (desk.state.add_enrolment("c", 1), "b"),
-            (desk.state.add_enrolment("", -1), "b"),
+            (registry.state.add_enrolment("", 1), "a"),
+            (registry.state.add_enrolment("c", 1), "b"),
+            (registry.state.add_enrolment("", -1), "b"),
             ("nothing", "b"),
         ):
             with pytest.raises(HttpError) as error:
-                await desk.enrol(Enrolment(token=of_token, host=host))
+                await registry.enrol(Enrolment(token=of_token, host=host))
             refusals.append(error.value.slug)
         assert refusals == [
             "unknown-token",
@@ -107,48 +107,52 @@ def test_a_host_joins_once_and_shows_its_credential(tmp_path: Path) -> None:
             "unknown-token",
         ]
         # A token that another host shows is not used up by it.
-        for_c = desk.state.add_enrolment("c", 1)
+        for_c = registry.state.add_enrolment("c", 1)
         with pytest.raises(HttpError, match="lets the host `c` join, and not `b`"):
-            await desk.enrol(Enrolment(token=for_c, host="b"))
-        desk.check_host("c", (await desk.enrol(Enrolment(token=for_c, host="c"))).credential)
+            await registry.enrol(Enrolment(token=for_c, host="b"))
+        registry.check_host(
+            "c", (await registry.enrol(Enrolment(token=for_c, host="c"))).credential
+        )
         with pytest.raises(HttpError, match="was used"):
-            await desk.enrol(Enrolment(token=for_c, host="c"))
+            await registry.enrol(Enrolment(token=for_c, host="c"))
         # A token for that very host replaces it.
         again = (
-            await desk.enrol(Enrolment(token=desk.state.add_enrolment("a", 1), host="a"))
+            await registry.enrol(Enrolment(token=registry.state.add_enrolment("a", 1), host="a"))
         ).credential
-        desk.check_host("a", again)
+        registry.check_host("a", again)
         for host, secret in (("a", credential), ("a", ""), ("b", again)):
             with pytest.raises(HttpError) as error:
-                desk.check_host(host, secret)
+                registry.check_host(host, secret)
             assert error.value.slug == "unknown-host"
-        await desk.remove("a")
+        await registry.remove("a")
         with pytest.raises(HttpError):
-            desk.check_host("a", again)
+            registry.check_host("a", again)
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> None:
-    async def test(desk: HostRegistry) -> None:
+    async def test(registry: HostRegistry) -> None:
         joining = []
-        desk.on_stitching = lambda request: joining.append(request.id)
-        await desk.heartbeat("a", beat(rank(0)))
+        registry.on_stitching = lambda request: joining.append(request.id)
+        await registry.heartbeat("a", beat(rank(0)))
         with pytest.raises(HttpError) as error:
-            await desk.submit(TraceSpec(job="other", steps=3), "ada")
+            await registry.submit(TraceSpec(job="other", steps=3), "ada")
         assert error.value.slug == "no-such-job"
-        waiting = asyncio.create_task(desk.work("a", (await desk.work("a", "", 0)).version, 30))
-        request = (await desk.submit(WANTED, "ada")).id
+        waiting = asyncio.create_task(
+            registry.work("a", (await registry.work("a", "", 0)).version, 30)
+        )
+        request = (await registry.submit(WANTED, "ada")).id
         offered = await waiting  # it hears of it at once
         assert [(work.request, work.step) for work in offered.work] == [(request, "arm")]
         with pytest.raises(HttpError) as error:
-            await desk.report("stranger", request, HostReport(state="armed"))
+            await registry.report("stranger", request, HostReport(state="armed"))
         assert error.value.slug == "no-such-request"
         armed = HostReport(state="armed", processes=[ArmedProcess(key="0@1", pid=1, rank=0)])
-        await desk.report("a", request, armed)
-        [work] = (await desk.work("a", offered.version, 5)).work
+        await registry.report("a", request, armed)
+        [work] = (await registry.work("a", offered.version, 5)).work
         assert work.step == "start"
-        assert work.at_ns == desk.requests[request].start_ns > 0
+        assert work.at_ns == registry.requests[request].start_ns > 0
         kept = TraceTarget(
             request="r",
             process="0@1",
@@ -159,9 +163,9 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
             stem="rank0",
             state="kept",
         )
-        await desk.report("a", request, HostReport(state="running", targets=[kept]))
+        await registry.report("a", request, HostReport(state="running", targets=[kept]))
         uploaded = HostReport(state="uploaded", targets=[kept], files=[FILE])
-        assert (await desk.report("a", request, uploaded)).missing == [FILE.name]
+        assert (await registry.report("a", request, uploaded)).missing == [FILE.name]
         refusals = []
         for name, content in (
             ("other", CONTENT),
@@ -170,96 +174,96 @@ def test_a_request_goes_its_way_and_only_whole_files_count(tmp_path: Path) -> No
             (FILE.name, CONTENT[:-1]),
         ):
             with pytest.raises(HttpError) as error:
-                await desk.take_file("a", request, name, sent(content))
+                await registry.take_file("a", request, name, sent(content))
             refusals.append(error.value.slug)
         assert refusals == ["no-such-file", "wrong-file", "wrong-file", "wrong-file"]
-        assert list((desk.incoming / request / "a").iterdir()) == []
-        await desk.take_file("a", request, FILE.name, sent(CONTENT))
-        assert (await desk.report("a", request, uploaded)).missing == []
-        assert desk.requests[request].state == "stitching"
+        assert list((registry.incoming / request / "a").iterdir()) == []
+        await registry.take_file("a", request, FILE.name, sent(CONTENT))
+        assert (await registry.report("a", request, uploaded)).missing == []
+        assert registry.requests[request].state == "stitching"
         assert joining == [request]
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
-    async def again(desk: HostRegistry) -> None:
-        [request] = desk.requests.values()
+    async def again(registry: HostRegistry) -> None:
+        [request] = registry.requests.values()
         assert request.state == "stitching"
 
-    with_desk(tmp_path, again)
+    with_registry(tmp_path, again)
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "x" * 201])
 def test_names_of_files_stay_in_their_directory(tmp_path: Path, name: str) -> None:
-    async def test(desk: HostRegistry) -> None:
-        await desk.heartbeat("a", beat(rank(0)))
-        request = (await desk.submit(WANTED, "ada")).id
+    async def test(registry: HostRegistry) -> None:
+        await registry.heartbeat("a", beat(rank(0)))
+        request = (await registry.submit(WANTED, "ada")).id
         file = HostFile(name=name, bytes=1, sha256="0" * 64)
         with pytest.raises(HttpError) as error:
-            await desk.report("a", request, HostReport(state="uploading", files=[file]))
+            await registry.report("a", request, HostReport(state="uploading", files=[file]))
         assert error.value.slug == "wrong-request"
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 def test_a_request_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
-    async def test(desk: HostRegistry) -> None:
-        await desk.heartbeat("a", beat(rank(0)))
-        request = (await desk.submit(WANTED, "ada")).id
-        (desk.incoming / request / "a").mkdir(parents=True)
-        version = (await desk.work("a", "", 0)).version
-        waiting = asyncio.create_task(desk.work("a", version, 30))
-        await desk.cancel(request)
+    async def test(registry: HostRegistry) -> None:
+        await registry.heartbeat("a", beat(rank(0)))
+        request = (await registry.submit(WANTED, "ada")).id
+        (registry.incoming / request / "a").mkdir(parents=True)
+        version = (await registry.work("a", "", 0)).version
+        waiting = asyncio.create_task(registry.work("a", version, 30))
+        await registry.cancel(request)
         assert (await waiting).work == []
-        assert [now.state async for now in desk.changes(request)] == ["cancelled"]
-        assert not (desk.incoming / request).exists()
+        assert [now.state async for now in registry.changes(request)] == ["cancelled"]
+        assert not (registry.incoming / request).exists()
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 @pytest.mark.parametrize("wait_s", [float("nan"), -1.0, float("-inf")])
 def test_a_wait_that_is_none_is_no_wait(wait_s: float, tmp_path: Path) -> None:
     """A timer of no number would stand in the way of all other timers of the service."""
 
-    async def test(desk: HostRegistry) -> None:
-        version = (await desk.work("a", "", 0)).version
-        asked = asyncio.create_task(desk.work("a", version, wait_s))
+    async def test(registry: HostRegistry) -> None:
+        version = (await registry.work("a", "", 0)).version
+        asked = asyncio.create_task(registry.work("a", version, wait_s))
         await asyncio.wait([asked], timeout=20)
         assert asked.done()
         assert (await asked).version == version
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> None:
-    async def test(desk: HostRegistry) -> None:
-        await joined(desk, "a")
+    async def test(registry: HostRegistry) -> None:
+        await joined(registry, "a")
         rows = [
             UsageRow(minute=28_000_000, device="g", state="busy", device_ms=60_000),
             UsageRow(minute=28_000_001, device="g", state="busy", device_ms=40_000),
             UsageRow(minute=28_000_001, device="g", state="unallocated", device_ms=40_000),
         ]
-        answer = await desk.heartbeat("a", beat(usage=rows))
+        answer = await registry.heartbeat("a", beat(usage=rows))
         assert answer.usage_through == 28_000_001
-        assert desk.refused_rows["a"] == 2
-        waiting = desk.state.open_usage(10, "term")
+        assert registry.refused_rows["a"] == 2
+        waiting = registry.state.open_usage(10, "term")
         assert waiting is not None
         assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
             (28_000_000, 1),
             (28_000_001, 0),
         ]
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Path) -> None:
-    async def test(desk: HostRegistry) -> None:
-        await joined(desk, "a")
+    async def test(registry: HostRegistry) -> None:
+        await joined(registry, "a")
         now = time.time_ns() // 60_000_000_000
         for minute in (now - 2, now + 60 * 24, now - 1, now):
             row = UsageRow(minute=minute, device="g", state="busy", device_ms=60_000)
-            assert (await desk.heartbeat("a", beat(usage=[row]))).usage_through == minute
-        assert desk.refused_rows["a"] == 1
-        waiting = desk.state.open_usage(10, "term")
+            assert (await registry.heartbeat("a", beat(usage=[row]))).usage_through == minute
+        assert registry.refused_rows["a"] == 1
+        waiting = registry.state.open_usage(10, "term")
         assert waiting is not None
         assert [(row.minute, row.since) for row in waiting[1]] == [
             (now - 2, now - 2),
@@ -267,7 +271,7 @@ def test_a_clock_that_was_ahead_for_a_moment_loses_no_time_after_it(tmp_path: Pa
             (now, now),
         ]
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)
 
 
 def test_minutes_that_have_not_been_are_no_usage() -> None:
@@ -344,23 +348,25 @@ def test_while_the_state_does_not_answer_nothing_is_forgotten(
 ) -> None:
     monkeypatch.setattr("traceloom.fleet.store.database._BUSY_MS", 20)
 
-    async def test(desk: HostRegistry) -> None:
-        await desk.heartbeat("a", beat(rank(0)))
-        kept = (await desk.submit(WANTED, "ada")).id
+    async def test(registry: HostRegistry) -> None:
+        await registry.heartbeat("a", beat(rank(0)))
+        kept = (await registry.submit(WANTED, "ada")).id
         other = sqlite3.connect(tmp_path / "state.db", isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(OutputError) as error:
-            await desk.submit(WANTED, "ada")
+            await registry.submit(WANTED, "ada")
         assert error.value.slug == "state-busy"
-        assert list(desk.requests) == [kept]  # who asked was refused
+        assert list(registry.requests) == [kept]  # who asked was refused
         with pytest.raises(OutputError):
-            await desk.cancel(kept)
+            await registry.cancel(kept)
         assert '"state":"announced"' in other.execute("SELECT document FROM requests").fetchone()[0]
         other.execute("ROLLBACK")
         document = ""
-        while '"state":"cancelled"' not in document:  # which the desk writes down as soon as it can
+        while (
+            '"state":"cancelled"' not in document
+        ):  # which the registry writes down as soon as it can
             document = other.execute("SELECT document FROM requests").fetchone()[0]
             await asyncio.sleep(0.05)
         other.close()
 
-    with_desk(tmp_path, test)
+    with_registry(tmp_path, test)

@@ -28,9 +28,9 @@ _MOST_S = 120.0
 
 
 class JoiningSite(NamedTuple):
-    """A desk, who joins what its hosts sent, and who analyses that."""
+    """A registry, who joins what its hosts sent, and who analyses that."""
 
-    desk: HostRegistry
+    registry: HostRegistry
     joining: RequestCompletion
     pipeline: CapturePipeline
     stores: Stores
@@ -39,30 +39,32 @@ class JoiningSite(NamedTuple):
         """A request whose hosts have sent a trace of a rank each."""
         progress = {}
         for rank, host in enumerate(hosts):
-            files = made_part(self.desk.incoming / name / host, host, [ranked_process(rank, "j")])
+            files = made_part(
+                self.registry.incoming / name / host, host, [ranked_process(rank, "j")]
+            )
             progress[host] = HostStatus(state="uploaded", files=files, clock=CLOCK, ranks=(rank,))
         return FleetRequest(
             id=name,
             who="ada",
             asked_ns=ASKED_NS,
-            wanted=TraceSpec(job="j", steps=2),
+            spec=TraceSpec(job="j", steps=2),
             hosts=progress,
             state="stitching",
         )
 
     async def joined(self, request: FleetRequest, *, analyses: bool = True) -> FleetRequest:
         """The request when it has ended; `analyses`: the pipeline works meanwhile."""
-        await self.desk.put(request)
-        self.joining.take(self.desk.requests[request.id])
+        await self.registry.put(request)
+        self.joining.take(self.registry.requests[request.id])
 
         async def ended() -> None:
-            while not self.desk.requests[request.id].ended:
+            while not self.registry.requests[request.id].ended:
                 if analyses and await asyncio.to_thread(self.pipeline.work):
                     await asyncio.to_thread(self.pipeline.commit)
                 await asyncio.sleep(0.02)
 
         await asyncio.wait_for(ended(), _MOST_S)
-        return self.desk.requests[request.id]
+        return self.registry.requests[request.id]
 
 
 def at_site(
@@ -75,11 +77,11 @@ def at_site(
         stores = opened(places("alone", tmp_path, monkeypatch))
         pipeline = CapturePipeline(*stores, ProcessEngine(1))
         pipeline.lead()
-        desk = HostRegistry(stores.state, tmp_path / "from-hosts", pipeline.term)
-        desk.incoming.mkdir()
-        joining = RequestCompletion(desk, pipeline)
+        registry = HostRegistry(stores.state, tmp_path / "from-hosts", pipeline.term)
+        registry.incoming.mkdir()
+        joining = RequestCompletion(registry, pipeline)
         try:
-            await test(JoiningSite(desk, joining, pipeline, stores))
+            await test(JoiningSite(registry, joining, pipeline, stores))
         finally:
             await joining.close()
             pipeline.stop()
@@ -129,7 +131,7 @@ def test_parts_of_two_hosts_become_rows_of_one_capture(
             {"host": host, "clock": clock} for host in ("n1", "n2")
         ]
         # what is joined need not be kept twice
-        await asyncio.to_thread(until, lambda: not list(site.desk.incoming.iterdir()))
+        await asyncio.to_thread(until, lambda: not list(site.registry.incoming.iterdir()))
 
     at_site(tmp_path, monkeypatch, test)
 
@@ -139,14 +141,17 @@ def test_what_was_stopped_and_is_joined_again_is_the_same_capture(
 ) -> None:
     async def test(site: JoiningSite) -> None:
         request = site.sent("q2", ["n1"])
-        await site.desk.put(request)
+        await site.registry.put(request)
         site.joining.take(request)
-        await asyncio.to_thread(until, lambda: site.desk.requests["q2"].state != "stitching")
+        await asyncio.to_thread(until, lambda: site.registry.requests["q2"].state != "stitching")
         await site.joining.close()
-        assert site.desk.requests["q2"].state == "analysing"
-        first = site.desk.requests["q2"].capture
+        assert site.registry.requests["q2"].state == "analysing"
+        first = site.registry.requests["q2"].capture
         again = JoiningSite(
-            site.desk, RequestCompletion(site.desk, site.pipeline), site.pipeline, site.stores
+            site.registry,
+            RequestCompletion(site.registry, site.pipeline),
+            site.pipeline,
+            site.stores,
         )
         ended = await again.joined(
             request
@@ -167,8 +172,8 @@ def test_parts_that_are_no_capture_fail_the_request_and_leave_nothing_in_the_sto
 
     async def test(site: JoiningSite) -> None:
         request = site.sent("q3", ["n1", "n2"])
-        (site.desk.incoming / "q3" / "n1" / "capture.json").write_text("{")
-        (site.desk.incoming / "q3" / "n2" / "capture.json").write_text(
+        (site.registry.incoming / "q3" / "n1" / "capture.json").write_text("{")
+        (site.registry.incoming / "q3" / "n2" / "capture.json").write_text(
             '{"format": "traceloom-capture", "ranks": []}'
         )
         ended = await site.joined(request, analyses=False)
@@ -176,7 +181,7 @@ def test_parts_that_are_no_capture_fail_the_request_and_leave_nothing_in_the_sto
         assert "no host sent a trace that can be read" in ended.detail
         assert site.stores.state.captures() == []
         assert site.stores.objects.names("captures") == []
-        await asyncio.to_thread(until, lambda: not list(site.desk.incoming.iterdir()))
+        await asyncio.to_thread(until, lambda: not list(site.registry.incoming.iterdir()))
 
     at_site(tmp_path, monkeypatch, test)
 
@@ -186,7 +191,7 @@ def test_a_host_whose_part_is_none_is_named_though_the_others_make_a_capture(
 ) -> None:
     async def test(site: JoiningSite) -> None:
         request = site.sent("q6", ["n1", "n2"])
-        (site.desk.incoming / "q6" / "n2" / "capture.json").write_text("{")
+        (site.registry.incoming / "q6" / "n2" / "capture.json").write_text("{")
         ended = await site.joined(request)
         assert (ended.state, ended.reason) == ("partial", "missing")
         assert "n2: its capture.json cannot be read" in ended.detail
@@ -199,7 +204,9 @@ def test_a_capture_that_cannot_be_analysed_makes_the_request_partial_with_the_re
 ) -> None:
     async def test(site: JoiningSite) -> None:
         request = site.sent("q4", ["n1"])
-        (site.desk.incoming / "q4" / "n1" / "rank0.kineto.json.gz").write_bytes(b"\x1f\x8b no gzip")
+        (site.registry.incoming / "q4" / "n1" / "rank0.kineto.json.gz").write_bytes(
+            b"\x1f\x8b no gzip"
+        )
         ended = await site.joined(request)
         assert (ended.state, ended.reason) == ("partial", "analysis-failed")
         [task] = site.stores.state.tasks(ended.capture)
@@ -224,7 +231,7 @@ def test_a_store_that_does_not_take_it_is_tried_again(
 
         async def clears() -> None:
             await asyncio.to_thread(until, lambda: "request q5" in caplog.text)  # it was tried
-            assert not site.desk.requests["q5"].ended
+            assert not site.registry.requests["q5"].ended
             (directory / "captures").unlink()
 
         clearing = asyncio.create_task(clears())

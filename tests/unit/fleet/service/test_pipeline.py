@@ -207,7 +207,7 @@ def test_minutes_wait_for_their_turn_and_captures_do_not(
         until(lambda: not alone.state.has_rows_to_commit(minutes=True))  # the first is at once
         alone.state.add_usage("n", {6: "[]"})
         add_capture(alone, "c1")
-        pipeline.look()
+        pipeline.wake()
         until(lambda: counts(alone) == {"committed": 1})
         assert alone.state.waiting_minutes() == 1
     finally:

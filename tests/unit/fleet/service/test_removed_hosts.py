@@ -28,9 +28,9 @@ def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(
             [service.url], "n1", token, [ranked_process(0, "j")], tmp_path / "hosts"
         )
         host.beat()
-        desk = service.service.hosts
-        assert desk is not None
-        assert set(desk.now) == {"n1"}
+        registry = service.service.hosts
+        assert registry is not None
+        assert set(registry.now) == {"n1"}
         row = UsageRow(
             minute=time.time_ns() // 60_000_000_000 - 1, device="g", state="busy", device_ms=60_000
         )
@@ -51,7 +51,7 @@ def test_a_heartbeat_that_was_on_its_way_when_its_host_was_removed_is_refused(
         )
         connection.close()
         host.close()
-        assert not desk.now
+        assert not registry.now
         assert service.admin.get("hosts")["hosts"] == []
         assert service.service.state.waiting_minutes() == 0
 

@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, WorkAnswer
+from traceloom.agent.fleet_link.protocol import ArmedProcess, ClockOffset, HostReport, WorkResponse
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget
 from traceloom.fleet.service import request_plan
 from traceloom.fleet.service.request_plan import (
@@ -26,9 +26,9 @@ NOW = 1_700_000_000 * S
 WANTED = TraceSpec(job="j", steps=3)
 
 
-def asked(*hosts: str, wanted: TraceSpec = WANTED) -> FleetRequest:
+def asked(*hosts: str, spec: TraceSpec = WANTED) -> FleetRequest:
     return assign_hosts(
-        FleetRequest(id="f", who="ada", asked_ns=NOW, wanted=wanted),
+        FleetRequest(id="f", who="ada", asked_ns=NOW, spec=spec),
         dict.fromkeys(hosts, (0, 1, 2, 7)),
         NOW,
     )
@@ -77,9 +77,9 @@ def test_all_begin_at_one_instant_of_their_own_clocks() -> None:
     assert request.start_ns > NOW + 2 * S + 40_000_000
 
 
-def by_step(*hosts: str, at_step: int = 0, wanted: TraceSpec = WANTED) -> FleetRequest:
+def by_step(*hosts: str, at_step: int = 0, spec: TraceSpec = WANTED) -> FleetRequest:
     request = FleetRequest(
-        id="f", who="ada", asked_ns=NOW, wanted=wanted, start="step", at_step=at_step
+        id="f", who="ada", asked_ns=NOW, spec=spec, start="step", at_step=at_step
     )
     return assign_hosts(request, dict.fromkeys(hosts, (0,)), NOW)
 
@@ -129,7 +129,7 @@ def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "wanted", "why"),
+    ("first", "second", "spec", "why"),
     [
         (stepping(100), stepping(None), WANTED, "not all steps of rank 0 on b are known"),
         (stepping(100), stepping(100, None), WANTED, "not all steps"),
@@ -145,10 +145,10 @@ def test_a_step_that_was_asked_for_is_taken_where_it_can_be() -> None:
     ids=["unknown", "pace", "differ", "duration", "profilers"],
 )
 def test_where_there_is_no_common_step_they_begin_at_an_instant(
-    first: HostReport, second: HostReport, wanted: TraceSpec, why: str
+    first: HostReport, second: HostReport, spec: TraceSpec, why: str
 ) -> None:
     request = apply_report(
-        apply_report(by_step("a", "b", wanted=wanted), "a", first, NOW), "b", second, NOW
+        apply_report(by_step("a", "b", spec=spec), "a", first, NOW), "b", second, NOW
     )
     request = advance_request(request, NOW)
     assert (request.state, request.start_step) == ("armed", 0)
@@ -191,18 +191,18 @@ def test_a_pace_that_cannot_be_holds_nobody_up(rate: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "spec",
     [TraceSpec(job="j", steps=2**53), TraceSpec(job="j", duration_s=1e308)],
     ids=["steps", "duration"],
 )
-def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(wanted: TraceSpec) -> None:
+def test_whatever_is_asked_for_its_work_is_understood_and_it_ends(spec: TraceSpec) -> None:
     """An agent that cannot read one piece of work has none of the others."""
-    request = apply_report(by_step("a", at_step=2**53, wanted=wanted), "a", stepping(5), NOW)
+    request = apply_report(by_step("a", at_step=2**53, spec=spec), "a", stepping(5), NOW)
     request = advance_request(request, NOW)
-    work = WorkAnswer(
+    work = WorkResponse(
         version="v", work=[of for of in [get_host_work(request, "a")] if of is not None]
     )
-    assert msgspec.json.decode(msgspec.json.encode(work), type=WorkAnswer) == work
+    assert msgspec.json.decode(msgspec.json.encode(work), type=WorkResponse) == work
     now = NOW
     while not request.ended:
         now += 86_400 * S

@@ -66,8 +66,8 @@ def heard(
 
 
 def test_hosts_devices_and_jobs_are_counted_as_they_are_now(service: AnsweringService) -> None:
-    desk = service.service.hosts
-    assert desk is not None
+    registry = service.service.hosts
+    assert registry is not None
     said = {
         "a": heard(3, 1, job="j", offset_ns=-2_500_000_000),
         "b": heard(2, 5, stale="gone", job="j"),
@@ -76,9 +76,9 @@ def test_hosts_devices_and_jobs_are_counted_as_they_are_now(service: AnsweringSe
         "e": heard(1, 3),
     }
     for host, now in said.items():
-        desk.members[host] = ""
-        desk.now[host] = now
-    desk.members["never"] = ""
+        registry.members[host] = ""
+        registry.now[host] = now
+    registry.members["never"] = ""
     values = series(service)
     assert values["traceloom_fleet_leads"] == {(): 1}
     assert values["traceloom_fleet_hosts"] == {("here",): 4, ("lost",): 2}
@@ -91,11 +91,11 @@ def test_hosts_devices_and_jobs_are_counted_as_they_are_now(service: AnsweringSe
 
 
 def test_rows_that_cannot_be_are_counted_for_their_host(service: AnsweringService) -> None:
-    desk = service.service.hosts
-    assert desk is not None
+    registry = service.service.hosts
+    assert registry is not None
     for host in ("a", "b"):
         service.service.state.put_host(host, "credential")
-        desk.members[host] = ""
+        registry.members[host] = ""
     minute = time.time_ns() // 60_000_000_000
     rows = [
         UsageRow(minute=minute - 1, device="g", state="busy", device_ms=60_000),
@@ -104,7 +104,7 @@ def test_rows_that_cannot_be_are_counted_for_their_host(service: AnsweringServic
         UsageRow(minute=minute + 100, device="g", state="busy", device_ms=1),
     ]
     beat = Heartbeat(sent_ns=1, boot_id="b", version="1", usage=rows)
-    asyncio.run(desk.heartbeat("a", beat))
+    asyncio.run(registry.heartbeat("a", beat))
     values = series(service)
     assert values["traceloom_fleet_usage_refused_rows"] == {("a",): 3, ("b",): 0}
     assert values["traceloom_fleet_usage_waiting"] == {
@@ -113,8 +113,8 @@ def test_rows_that_cannot_be_are_counted_for_their_host(service: AnsweringServic
 
 
 def test_captures_and_requests_are_counted_by_how_far_they_are(service: AnsweringService) -> None:
-    state, desk = service.service.state, service.service.hosts
-    assert desk is not None
+    state, registry = service.service.state, service.service.hosts
+    assert registry is not None
     for number in range(3):
         files = (CaptureFile("a", 1, "0" * 64),)
         state.add_capture(
@@ -133,11 +133,11 @@ def test_captures_and_requests_are_counted_by_how_far_they_are(service: Answerin
             state.complete_capture(f"c{number}", "1")
     for number, how in enumerate(("armed", "armed", "done", "failed")):
         name = f"q{number}"
-        desk.requests[name] = FleetRequest(
+        registry.requests[name] = FleetRequest(
             id=name,
             who="w",
             asked_ns=1,
-            wanted=TraceSpec(job="j", steps=1),
+            spec=TraceSpec(job="j", steps=1),
             state=how,  # type: ignore[arg-type]
         )
     values = series(service)
@@ -165,7 +165,7 @@ def test_requests_are_counted_by_route_and_code_and_never_by_what_a_stranger_nam
 
 
 def test_a_service_that_does_not_lead_says_nothing_of_hosts(service: AnsweringService) -> None:
-    desk, service.service.hosts = service.service.hosts, None
+    registry, service.service.hosts = service.service.hosts, None
     try:
         names = set(series(service))
         assert not names & {
@@ -179,4 +179,4 @@ def test_a_service_that_does_not_lead_says_nothing_of_hosts(service: AnsweringSe
             "traceloom_fleet_store_bytes",
         } <= names
     finally:
-        service.service.hosts = desk
+        service.service.hosts = registry

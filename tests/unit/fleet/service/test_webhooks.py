@@ -52,7 +52,7 @@ def state(url: str) -> Iterator[ServiceState]:
 
 
 def ended(state: ServiceState, name: str, result: str = "done") -> None:
-    """A request ends, as the desk writes it down."""
+    """A request ends, as the registry writes it down."""
     state.lead(LEADER, "term", 600)
     event = build_fleet_event(f"request.{result}", "request", name, {"id": name}, 1)
     state.put_request(name, 1, "{}", "term", ended=True, events=[event])

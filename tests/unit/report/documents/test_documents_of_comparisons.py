@@ -22,9 +22,13 @@ from traceloom.analyze import compare, gate, gate_summary
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif as evaluate
 from traceloom.graph import law, link_session
-from traceloom.report import comparison, verdict, whatif
-from traceloom.report import graph as graph_document
-from traceloom.report import verdict as baselines
+from traceloom.report import (
+    comparison,
+    graph as graph_document,
+    verdict,
+    verdict as baselines,
+    whatif,
+)
 from traceloom.report.documents.comparison import ComparisonDocument
 from traceloom.report.documents.graph import GraphDocument
 from traceloom.report.documents.verdict import BaselinesDocument, VerdictDocument

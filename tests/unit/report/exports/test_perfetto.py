@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.report.exports.perfetto import assign_levels, format_microseconds, write
 from traceloom.report.views.timeline import compute_busy_percent

@@ -11,8 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import Phase, given, settings, strategies as st
 
 from support.sessions import EVIL, hostile, made, several_devices, training
 from support.strategies import builders
@@ -200,7 +199,7 @@ def check_times(session: Session) -> None:
 
 
 @settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.lists(builders(most_events=15), min_size=1, max_size=2))
+@given(st.lists(builders(max_events=15), min_size=1, max_size=2))
 def test_every_stack_of_a_random_run_has_its_time(traces: list[TraceBuilder]) -> None:
     check_times(of(*traces))
 

@@ -31,9 +31,7 @@ from traceloom.graph.graph import Graph
 from traceloom.graph.job import join_ranks
 from traceloom.graph.law import law
 from traceloom.graph.rank import link_rank
-from traceloom.report import before_after, simulation
-from traceloom.report import whatif as report
-from traceloom.report import whatif as report_whatif
+from traceloom.report import before_after, simulation, whatif as report, whatif as report_whatif
 from traceloom.report.before_after import merge_nodes
 from traceloom.testing import TraceBuilder
 from traceloom.workload.simulate.native import run
@@ -137,12 +135,14 @@ def test_the_ranks_that_matter_are_drawn_and_the_choice_is_said(unpacked: Unpack
     ranks = [rank["rank"] for rank in header["ranks"]]
     assert 5 in ranks
     assert len(ranks) <= 6 < found.ranks.height
-    assert "Of 8 ranks these are drawn" in view.said
-    assert all(f"rank {rank} (" in view.said for rank in ranks)
+    assert "Of 8 ranks these are drawn" in view.description
+    assert all(f"rank {rank} (" in view.description for rank in ranks)
     for word in ("the slowest", "gains most", "the median one", "decides"):
-        assert word in view.said
+        assert word in view.description
     gains = found.ranks.sort("saved_ns")["saved_ns"][-1]
-    most = next(rank["rank"] for rank in header["ranks"] if "gains most" in rank["said"].lower())
+    most = next(
+        rank["rank"] for rank in header["ranks"] if "gains most" in rank["description"].lower()
+    )
     assert found.ranks.filter(rank=most)["saved_ns"].item() == gains
 
 
@@ -233,8 +233,8 @@ def test_what_is_drawn_together_says_so(unpacked: Unpack) -> None:
     view, _ = drawn(graph_of("late"), "host * 0.5", limit=300)
     header, events = unpacked(view.payload)
     assert view.shown <= 300
-    assert "drawn together" in view.said
-    assert "drawn together" not in drawn(graph_of("late"), "host * 0.5")[0].said
+    assert "drawn together" in view.description
+    assert "drawn together" not in drawn(graph_of("late"), "host * 0.5")[0].description
     several = [header["facts"][fact - 1] for fact in events["fact"] if fact]
     assert several
     assert all(

@@ -12,10 +12,11 @@ from support.reports import check_schema
 from traceloom.report.document import ReportOptions
 from traceloom.report.run import build
 from traceloom.report.views.markdown import render as markdown
-from traceloom.report.views.page_head import Reasons
-from traceloom.report.views.page_head import render_findings as page
-from traceloom.report.views.terminal_findings import render_brief_findings
-from traceloom.report.views.terminal_findings import render_findings as terminal
+from traceloom.report.views.page_head import Reasons, render_findings as page
+from traceloom.report.views.terminal_findings import (
+    render_brief_findings,
+    render_findings as terminal,
+)
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 

@@ -8,8 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.report.views.page_table import encode_varints, encode_zigzag, pack
 

@@ -171,8 +171,8 @@ def test_every_table_comes_back_from_its_file_as_it_is(sort: Sort, ending: str) 
             values = [row.get(column) for row in rows]
             assert all(map(plain, values)), (key, column)
             assert again[column].to_list() == values, (key, column)
-        left_out = {name for row in rows for name in row} - set(frame.columns)
-        assert all(any(not plain(row.get(name)) for row in rows) for name in left_out)
+        omitted = {name for row in rows for name in row} - set(frame.columns)
+        assert all(any(not plain(row.get(name)) for row in rows) for name in omitted)
 
 
 @every_sort

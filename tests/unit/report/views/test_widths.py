@@ -41,10 +41,10 @@ from traceloom.report.workload import (
     convert_graph,
     convert_workload,
     find_rows,
+    render as render_workload,
     render_node,
     summarise,
 )
-from traceloom.report.workload import render as render_workload
 from traceloom.system import units
 
 STEERS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")

@@ -618,7 +618,7 @@ def test_no_secret_of_a_capture_survives(run: Anonymise, tmp_path: Path, policy:
     assert sum(one["kind"] == "capture" for one in outcome.report["files"]) > 100
     assert not list(outcome.output.rglob("*.py"))
     assert (
-        outcome.report["left_out"][
+        outcome.report["omitted"][
             "sources of compiled kernels and contents of tensors beside a host trace"
         ]
         > 100

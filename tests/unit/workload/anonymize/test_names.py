@@ -8,8 +8,7 @@ from importlib.resources import files
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.analyze import host_events
 from traceloom.analyze.collective_names import derive_collective_kinds

@@ -6,8 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from traceloom.workload.anonymize.policy import Policy
 from traceloom.workload.anonymize.sizes import (

@@ -11,8 +11,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -105,7 +104,7 @@ def assert_same_structure(before: Trace, after: Trace) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", POLICIES)
 @QUICK
-@given(builder=builders(most_events=16, generation="2024"))
+@given(builder=builders(max_events=16, generation="2024"))
 def test_events_keep_their_places_times_and_joins(
     tmp_path: Path, policy: str, builder: TraceBuilder
 ) -> None:
@@ -118,7 +117,7 @@ def test_events_keep_their_places_times_and_joins(
 
 @pytest.mark.thorough
 @QUICK
-@given(builder=builders(most_events=10, generation="2024"))
+@given(builder=builders(max_events=10, generation="2024"))
 def test_what_is_anonymised_twice_is_what_was_anonymised_once_by_another_name(
     tmp_path: Path, builder: TraceBuilder
 ) -> None:
@@ -134,7 +133,7 @@ def test_what_is_anonymised_twice_is_what_was_anonymised_once_by_another_name(
 
 @pytest.mark.thorough
 @QUICK
-@given(builder=builders(most_events=10))
+@given(builder=builders(max_events=10))
 def test_the_same_key_gives_the_same_bytes_and_another_key_other_names(
     tmp_path: Path, builder: TraceBuilder
 ) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from support.plans import ran
-from support.plans import timed_plan as planned
+from support.plans import ran, timed_plan as planned
 from support.reports import check_schema
 from traceloom.errors import UsageError
 from traceloom.report import replay

@@ -53,7 +53,7 @@ class Made:
     """A rank: its ops, those left out, and the sides of the comparison."""
 
     ops: list[MadeOp] = field(default_factory=list)
-    left_out: list[tuple[str, str, int | None]] = field(default_factory=list)
+    omitted: list[tuple[str, str, int | None]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     steps: list[tuple[int, int | None]] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
@@ -134,7 +134,7 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
             build.add(
                 name, [tensors[k] for k in inputs], [out], action="stand-in", reason="custom-op"
             )
-        about.left_out = [
+        about.omitted = [
             (
                 chance.choice(["aten::save", "aten::load"]),
                 chance.choice(["refused-op", "cut-list"]),
@@ -152,7 +152,7 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
         plan = build.build()
         out_rows = [
             {"rank": rank, "node": k, "name": name, "reason": reason, "text": "", "duration_ns": ns}
-            for k, (name, reason, ns) in enumerate(about.left_out)
+            for k, (name, reason, ns) in enumerate(about.omitted)
         ]
         steps = [
             {"rank": rank, "step": k, "duration_ns": ns, "cpu_ns": cpu}
@@ -160,7 +160,7 @@ def job(seed: int, *, gpu: bool) -> tuple[ReplayPlan, Replayed, dict[int, Made]]
         ]
         ranks[rank] = replace(
             plan,
-            left_out=pl.DataFrame(out_rows, schema=PLAN_SCHEMAS["left_out"]),
+            omitted=pl.DataFrame(out_rows, schema=PLAN_SCHEMAS["omitted"]),
             steps=pl.DataFrame(steps, schema=PLAN_SCHEMAS["steps"]),
         )
         results[rank] = result_of(rank, about)
@@ -230,7 +230,7 @@ def test_coverage_counts_every_op_once(compared: tuple[ReplayComparison, dict[in
         for entry in about.ops:
             ns = rounded(entry.recorded) if entry.recorded else None
             rows[entry.outcome, entry.reason].append((ns, entry.recorded_gpu))
-        for _, reason, time in about.left_out:
+        for _, reason, time in about.omitted:
             rows["left-out", reason].append((time, None))
         every = [pair for pairs in rows.values() for pair in pairs]
         time, gpu = (sum(pair[side] or 0 for pair in every) for side in (0, 1))
@@ -260,7 +260,7 @@ def test_what_did_not_run_is_listed_by_name_with_its_first_reason(
             if entry.outcome != "run":
                 ns = rounded(entry.recorded) if entry.recorded else 0
                 rows[entry.outcome, entry.reason or "", entry.name].append((f"why {at}", ns))
-        for name, reason, time in about.left_out:
+        for name, reason, time in about.omitted:
             rows["left-out", reason, name].append(("", time or 0))
         table = comparison.not_run.filter(rank=rank)
         assert {

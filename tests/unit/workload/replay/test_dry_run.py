@@ -157,7 +157,7 @@ def test_coverage_counts_what_the_plan_leaves_out_and_what_is_exchanged() -> Non
     )
     build.add("view", [y], [build.view(1, [2, 2], [2, 1])], action="view")
     plan = build.build()
-    left_out = pl.DataFrame(
+    omitted = pl.DataFrame(
         [
             {
                 "rank": 0,
@@ -168,9 +168,9 @@ def test_coverage_counts_what_the_plan_leaves_out_and_what_is_exchanged() -> Non
                 "duration_ns": 25,
             }
         ],
-        schema=PLAN_SCHEMAS["left_out"],
+        schema=PLAN_SCHEMAS["omitted"],
     )
-    result = dry_run_rank(replace(plan, left_out=left_out))
+    result = dry_run_rank(replace(plan, omitted=omitted))
     assert (result.ops, result.covered, result.looked_at) == (5, 3, 1)
     assert (result.duration_ns, result.covered_ns) == (175, 100)
     assert [(left.name, left.reason) for left in result.left] == [

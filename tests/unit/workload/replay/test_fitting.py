@@ -161,7 +161,7 @@ def test_one_rank_has_a_device_and_no_network() -> None:
 
 
 def test_what_a_library_cannot_do_is_said() -> None:
-    lacking = recorded(task())._replace(left_out={"all_to_all of 2 ranks": "no such operation"})
+    lacking = recorded(task())._replace(omitted={"all_to_all of 2 ranks": "no such operation"})
     (notice,) = fit_machine(task(), lacking).notices
     assert (notice.slug, notice.count) == ("transfers-not-measured", 1)
     assert notice.message == "not measured: all_to_all of 2 ranks: no such operation"

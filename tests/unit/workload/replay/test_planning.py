@@ -265,8 +265,8 @@ def test_an_op_on_symbolic_shapes_is_left_out_with_what_to_do(tmp_path: Path) ->
     made.op("aten::relu", schema=RELU, inputs=[tensor(40)], outputs=[tensor(50)])
     made.op("aten::relu", schema=RELU, inputs=[tensor(0, 0)], outputs=[tensor(60, 0)])
     plan = plan_of(made, tmp_path)
-    assert plan.left_out["reason"].to_list() == ["symbolic-shape"] * 2
-    assert plan.left_out["text"].str.contains("record a step that compiles nothing").all()
+    assert plan.omitted["reason"].to_list() == ["symbolic-shape"] * 2
+    assert plan.omitted["text"].str.contains("record a step that compiles nothing").all()
     assert plan.ops["name"].to_list() == ["aten::relu"] * 2
 
 
@@ -278,7 +278,7 @@ def test_an_unreadable_schema_is_left_out_and_its_result_comes_from_outside(
     made.op("aten::odd", schema=text, inputs=[tensor(10, 4)], outputs=[tensor(30, 4)])
     made.op("aten::relu", schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(50, 4)])
     plan = plan_of(made, tmp_path)
-    assert plan.left_out["reason"].to_list() == ["unreadable-schema"]
+    assert plan.omitted["reason"].to_list() == ["unreadable-schema"]
     assert plan.storages["external"].to_list() == [True, False]
 
 

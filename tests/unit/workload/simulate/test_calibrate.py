@@ -11,8 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import Clock, Job, Rank, Recipe, training_job
-from support.jobs import program as do
+from support.jobs import Clock, Job, Rank, Recipe, program as do, training_job
 from traceloom.errors import InputError
 from traceloom.trace.session import Session
 from traceloom.workload.simulate.calibrate import Calibration, calibrate, fit_lines

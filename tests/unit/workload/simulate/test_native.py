@@ -12,8 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from support.jobs import Job, ParallelRecipe, TokenImbalance, parallel_job
-from support.jobs import program as do
+from support.jobs import Job, ParallelRecipe, TokenImbalance, parallel_job, program as do
 from support.workload import collective, node, receive, send, write_set
 from traceloom.changes.scenario import Scenario
 from traceloom.errors import CheckError, InputError, UsageError

@@ -14,8 +14,7 @@ from support.jobs import ParallelRecipe, parallel_job
 from support.scaled import JOBS_OF_64, compared, scaled_recipe, shown, true_step_ns
 from traceloom.errors import UsageError
 from traceloom.formats import load
-from traceloom.graph import graph as graph_schema
-from traceloom.graph import link_session
+from traceloom.graph import graph as graph_schema, link_session
 from traceloom.workload.simulate.scale import RecordedJob, find_step_ends, scale
 from traceloom.workload.simulate.scale_draws import can_end_a_step
 from traceloom.workload.simulate.scale_replicas import RankNumbering

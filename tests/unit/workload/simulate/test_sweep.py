@@ -12,8 +12,7 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import traceloom
 from support.jobs import ParallelRecipe, parallel_job

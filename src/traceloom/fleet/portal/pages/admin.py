@@ -29,20 +29,26 @@ from markupsafe import Markup, escape
 
 from traceloom.errors import InputError
 from traceloom.fleet.analyses.attribution import UNATTRIBUTED
-from traceloom.fleet.api import AuditAnswer, RevokedAnswer, TokenAnswer, TokenBody, TokensAnswer
+from traceloom.fleet.api import (
+    AuditResponse,
+    RevokedResponse,
+    TokenBody,
+    TokenResponse,
+    TokensResponse,
+)
 from traceloom.fleet.handlers.admin import (
-    DocumentAnswer,
-    DocumentHistoryAnswer,
-    FleetTriggerAnswer,
-    FleetTriggersAnswer,
+    DocumentHistoryResponse,
+    DocumentResponse,
+    FleetTriggerResponse,
     FleetTriggersBody,
-    NewWebhookAnswer,
-    OwnersChangeAnswer,
-    PricesChangeAnswer,
-    RemovedWebhookAnswer,
+    FleetTriggersResponse,
+    NewWebhookResponse,
+    OwnersChangeResponse,
+    PricesChangeResponse,
+    RemovedWebhookResponse,
     WebhookBody,
-    WebhooksAnswer,
-    WebhookTestAnswer,
+    WebhooksResponse,
+    WebhookTestResponse,
 )
 from traceloom.fleet.portal.asking import build_page_url, fetch_answer
 from traceloom.fleet.portal.page import (
@@ -78,7 +84,7 @@ AUDIT_COLUMNS = (
 
 async def compute_audit(visit: PageRequest) -> list[AuditEntry]:
     """Returns the latest entries of the audit log, newest first."""
-    return (await visit.answer(AuditAnswer, "/api/v1/audit")).entries
+    return (await visit.answer(AuditResponse, "/api/v1/audit")).entries
 
 
 def build_audit_content(entries: list[AuditEntry]) -> PageContent:
@@ -136,7 +142,7 @@ def _get_token_state(token: TokenRecord) -> str:
 
 async def compute_tokens(visit: PageRequest) -> list[TokenRecord]:
     """Returns all tokens."""
-    return (await visit.answer(TokensAnswer, "/api/v1/tokens")).tokens
+    return (await visit.answer(TokensResponse, "/api/v1/tokens")).tokens
 
 
 def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
@@ -194,7 +200,7 @@ async def handle_tokens_action(visit: PageRequest) -> str | Node:
         HttpError: `wrong-request`, `token-exists`, `no-such-token`.
     """
     if name := visit.field("revoke"):
-        await visit.answer(RevokedAnswer, "/api/v1/tokens/{name}", method="DELETE", name=name)
+        await visit.answer(RevokedResponse, "/api/v1/tokens/{name}", method="DELETE", name=name)
         return visit.address.path
     days = parse_positive_number(visit.field("days"), "the number of days", float) or 0.0
     try:
@@ -203,7 +209,7 @@ async def handle_tokens_action(visit: PageRequest) -> str | Node:
         )
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
-    answer = await visit.answer(TokenAnswer, "/api/v1/tokens", method="POST", body=body)
+    answer = await visit.answer(TokenResponse, "/api/v1/tokens", method="POST", body=body)
     return div(".notice", role="status")[
         p["The token of ", code[answer.name], " is shown only now:"], build_command(answer.token)
     ]
@@ -238,7 +244,7 @@ WEBHOOK_COLUMNS = (
 
 async def compute_webhooks(visit: PageRequest) -> list[WebhookRecord]:
     """Returns all webhooks."""
-    return (await visit.answer(WebhooksAnswer, WEBHOOKS_ROUTE)).webhooks
+    return (await visit.answer(WebhooksResponse, WEBHOOKS_ROUTE)).webhooks
 
 
 def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
@@ -358,12 +364,12 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
     if visit.field("do") == "remove":
         name = visit.field("remove")
         await visit.answer(
-            RemovedWebhookAnswer, f"{WEBHOOKS_ROUTE}/{{name}}", method="DELETE", name=name
+            RemovedWebhookResponse, f"{WEBHOOKS_ROUTE}/{{name}}", method="DELETE", name=name
         )
         return visit.address.path
     if visit.field("do") == "try":
         test_result = await visit.answer(
-            WebhookTestAnswer,
+            WebhookTestResponse,
             f"{WEBHOOKS_ROUTE}/{{name}}/test",
             method="POST",
             name=visit.field("try"),
@@ -378,7 +384,7 @@ async def handle_webhooks_action(visit: PageRequest) -> str | Node:
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
     body = WebhookBody(name=visit.field("name"), url=visit.field("url"), events=events)
-    answer = await visit.answer(NewWebhookAnswer, WEBHOOKS_ROUTE, method="POST", body=body)
+    answer = await visit.answer(NewWebhookResponse, WEBHOOKS_ROUTE, method="POST", body=body)
     return div(".notice", role="status")[
         p[
             "The secret of ",
@@ -444,7 +450,7 @@ def get_submitted_text(visit: PageRequest) -> str:
 
 
 def describe_older_version(
-    path: str, document: DocumentAnswer, history: DocumentHistoryAnswer
+    path: str, document: DocumentResponse, history: DocumentHistoryResponse
 ) -> Node | None:
     """Returns a notice that a version is outdated; None if it is the latest, or there is none."""
     if document.version in {0, history.versions[0].version if history.versions else 0}:
@@ -453,7 +459,7 @@ def describe_older_version(
     return ["This is version ", str(document.version), ", of ", when, ". ", to_last, "."]
 
 
-def build_versions_section(path: str, history: DocumentHistoryAnswer) -> ContentSection:
+def build_versions_section(path: str, history: DocumentHistoryResponse) -> ContentSection:
     """Builds the list of all versions of a document, with a link to each."""
     columns = (
         PageColumn(
@@ -545,12 +551,12 @@ _LAST_COLUMNS = (
 )
 
 
-async def compute_triggers(visit: PageRequest) -> FleetTriggersAnswer:
+async def compute_triggers(visit: PageRequest) -> FleetTriggersResponse:
     """Returns the rules and their counts."""
-    return await visit.answer(FleetTriggersAnswer, TRIGGERS_ROUTE)
+    return await visit.answer(FleetTriggersResponse, TRIGGERS_ROUTE)
 
 
-def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
+def build_triggers_content(answer: FleetTriggersResponse) -> PageContent:
     """Builds the content of the page."""
     lead = [
         "For what a host sees by itself (errors, slower steps, hangs) its agent has rules, in ",
@@ -614,8 +620,10 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
             "of each rule",
         ),
     ]
-    if answer.trouble:
-        sections.insert(0, ContentSection("trouble", "What is wrong", p(".bad")[answer.trouble]))
+    if answer.last_error:
+        sections.insert(
+            0, ContentSection("problems", "What is wrong", p(".bad")[answer.last_error])
+        )
     traces_grade = "warn" if not answer.traces_left else ""
     numbers = [
         KeyFigure(
@@ -643,7 +651,7 @@ def build_triggers_content(answer: FleetTriggersAnswer) -> PageContent:
     return PageContent(heading, sections, numbers=numbers, lead=lead)
 
 
-def _build_rule_row(rule: FleetTriggerAnswer) -> PageRow:
+def _build_rule_row(rule: FleetTriggerResponse) -> PageRow:
     refusals = sorted(rule.refusals.items(), key=lambda item: -item[1])
     return {
         "name": rule.name,
@@ -659,7 +667,7 @@ def _build_rule_row(rule: FleetTriggerAnswer) -> PageRow:
     }
 
 
-def build_triggers_controls(visit: PageRequest, answer: FleetTriggersAnswer) -> Node:
+def build_triggers_controls(visit: PageRequest, answer: FleetTriggersResponse) -> Node:
     """Builds the form to change the rules."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may set rules."]
@@ -681,7 +689,7 @@ async def handle_triggers_action(visit: PageRequest) -> str | Node:
     """
     saves = visit.field("do") == "save"
     body = FleetTriggersBody(toml=get_submitted_text(visit), dry_run=not saves)
-    answer = await visit.answer(FleetTriggersAnswer, TRIGGERS_ROUTE, method="PUT", body=body)
+    answer = await visit.answer(FleetTriggersResponse, TRIGGERS_ROUTE, method="PUT", body=body)
     if saves:
         return visit.address.path
     names = {"name", "on", "jobs", "target", "cooldown"}
@@ -743,9 +751,9 @@ _MOVE_COLUMNS = (
 class OwnersView:
     """Data of the page."""
 
-    document: DocumentAnswer
+    document: DocumentResponse
     rules: tuple[OwnerRule, ...]
-    versions: DocumentHistoryAnswer
+    versions: DocumentHistoryResponse
     unattributed_ms: int
     held_ms: int
 
@@ -758,9 +766,9 @@ async def compute_owners(visit: PageRequest) -> OwnersView:
     """
     version = visit.address.query.get("version", "")
     document = await visit.answer(
-        DocumentAnswer, OWNERS_ROUTE, query={"version": version} if version else {}
+        DocumentResponse, OWNERS_ROUTE, query={"version": version} if version else {}
     )
-    versions = await visit.answer(DocumentHistoryAnswer, f"{OWNERS_ROUTE}/history")
+    versions = await visit.answer(DocumentHistoryResponse, f"{OWNERS_ROUTE}/history")
     try:
         rules = parse_rules(document.text)
     except InputError as error:
@@ -857,7 +865,7 @@ async def handle_owners_action(visit: PageRequest) -> str | Node:
     """
     saves = visit.field("do") == "save"
     body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}
-    change = await visit.answer(OwnersChangeAnswer, OWNERS_ROUTE, method="POST", body=body)
+    change = await visit.answer(OwnersChangeResponse, OWNERS_ROUTE, method="POST", body=body)
     if saves:
         return f"/owners?saved={change.version}"
     since = ["From ", render_time(change.since_ns), " on, "]
@@ -913,9 +921,9 @@ class PricesView:
     `parts`: device time by device model; `prices`: None if there are none.
     """
 
-    document: DocumentAnswer
+    document: DocumentResponse
     prices: Prices | None
-    versions: DocumentHistoryAnswer
+    versions: DocumentHistoryResponse
     parts: Sequence[Mapping[str, Any]]
     whole: Mapping[str, Any] | None
 
@@ -928,9 +936,9 @@ async def compute_prices(visit: PageRequest) -> PricesView:
     """
     version = visit.address.query.get("version", "")
     document = await visit.answer(
-        DocumentAnswer, PRICES_ROUTE, query={"version": version} if version else {}
+        DocumentResponse, PRICES_ROUTE, query={"version": version} if version else {}
     )
-    versions = await visit.answer(DocumentHistoryAnswer, f"{PRICES_ROUTE}/history")
+    versions = await visit.answer(DocumentHistoryResponse, f"{PRICES_ROUTE}/history")
     try:
         prices = parse_prices(document.text) if document.version else None
     except InputError as error:
@@ -1065,7 +1073,7 @@ async def handle_prices_action(visit: PageRequest) -> str | Node:
     """
     saves = visit.field("do") == "save"
     body = {"text": get_submitted_text(visit), "dry_run": not saves, "since": _SINCE}
-    change = await visit.answer(PricesChangeAnswer, PRICES_ROUTE, method="POST", body=body)
+    change = await visit.answer(PricesChangeResponse, PRICES_ROUTE, method="POST", body=body)
     if saves:
         return f"/prices?saved={change.version}"
     columns = (

@@ -5,11 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from htpy import Node, a, button, code, div, form, fragment, iframe, label, option, p, select
-from htpy import input as input_
+from htpy import (
+    Node,
+    a,
+    button,
+    code,
+    div,
+    form,
+    fragment,
+    iframe,
+    input as input_,
+    label,
+    option,
+    p,
+    select,
+)
 
-from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
-from traceloom.fleet.handlers.now import CaptureFactsAnswer, FindingsAnswer, FleetFinding
+from traceloom.fleet.api import CaptureResponse, CapturesResponse
+from traceloom.fleet.handlers.now import CaptureFactsResponse, FindingsResponse, FleetFinding
 from traceloom.fleet.portal.page import (
     ContentSection,
     KeyFigure,
@@ -58,27 +71,27 @@ _MAX_OTHERS = 30
 class CaptureView:
     """Data of the page."""
 
-    capture: CaptureAnswer
-    of_tables: CaptureFactsAnswer
+    capture: CaptureResponse
+    of_tables: CaptureFactsResponse
     findings: list[FleetFinding]
-    others: list[CaptureAnswer]  # captures to compare with: of the same job first, newest first
+    others: list[CaptureResponse]  # captures to compare with: of the same job first, newest first
 
 
 async def compute_capture(visit: PageRequest) -> CaptureView:
     """Asks the routes."""
     name = visit.names["id"]
-    capture = await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=name)
+    capture = await visit.answer(CaptureResponse, "/api/v1/captures/{id}", id=name)
     # It is not in the tables yet.
     if not any(task.state == "committed" for task in capture.tasks):
-        return CaptureView(capture, CaptureFactsAnswer(facts=None, beside=[]), [], [])
-    facts = await visit.answer(CaptureFactsAnswer, "/api/v1/captures/{id}/facts", id=name)
+        return CaptureView(capture, CaptureFactsResponse(facts=None, beside=[]), [], [])
+    facts = await visit.answer(CaptureFactsResponse, "/api/v1/captures/{id}/facts", id=name)
     findings_answer = await visit.answer(
-        FindingsAnswer, "/api/v1/findings/latest", query={"capture": name}
+        FindingsResponse, "/api/v1/findings/latest", query={"capture": name}
     )
     job_query = {"job": capture.job, "most": str(_MAX_OTHERS)}
-    other_captures: dict[str, CaptureAnswer] = {}
+    other_captures: dict[str, CaptureResponse] = {}
     for query in ([job_query] if capture.job else []) + [{"most": str(_MAX_OTHERS)}]:
-        last = (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
+        last = (await visit.answer(CapturesResponse, "/api/v1/captures", query=query)).captures
         other_captures |= {
             candidate.id: candidate
             for candidate in last
@@ -222,7 +235,7 @@ def _build_report_frame(view: CaptureView) -> Node:
     ]
 
 
-def _build_waiting_notice(capture: CaptureAnswer) -> Node:
+def _build_waiting_notice(capture: CaptureResponse) -> Node:
     if capture.state == "quarantined":
         return div(".notice.bad")[
             p["It could not be analysed: ", capture.tasks[-1].error],

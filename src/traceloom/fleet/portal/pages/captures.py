@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from htpy import Node, a, fragment, p
 
-from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
+from traceloom.fleet.api import CaptureResponse, CapturesResponse
 from traceloom.fleet.portal.page import (
     ContentSection,
     KeyFigure,
@@ -38,7 +38,7 @@ _MAX_CAPTURES = 1000
 
 
 def build_captures_table(
-    captures: list[CaptureAnswer], empty: Node, *, single_job: bool = False
+    captures: list[CaptureResponse], empty: Node, *, single_job: bool = False
 ) -> PageTable:
     """Builds a table of captures; without the job column for a `single_job`."""
     rows: list[PageRow] = [
@@ -58,14 +58,14 @@ def build_captures_table(
     return PageTable("captures", "Captures", columns, rows, empty)
 
 
-async def compute_captures(visit: PageRequest) -> list[CaptureAnswer]:
+async def compute_captures(visit: PageRequest) -> list[CaptureResponse]:
     """Returns the latest captures, or those before the instant in the URL."""
     before = visit.address.query.get("before", "0")
     query = {"most": str(_MAX_CAPTURES), "before_ns": before}
-    return (await visit.answer(CapturesAnswer, "/api/v1/captures", query=query)).captures
+    return (await visit.answer(CapturesResponse, "/api/v1/captures", query=query)).captures
 
 
-def build_captures_content(captures: list[CaptureAnswer]) -> PageContent:
+def build_captures_content(captures: list[CaptureResponse]) -> PageContent:
     """Builds the content of the page."""
     empty = fragment[
         p[

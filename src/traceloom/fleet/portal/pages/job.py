@@ -10,14 +10,14 @@ import msgspec
 from htpy import Node, a, button, code, div, form, fragment, li, ol, p, span
 
 from traceloom.agent.traces.requests import ProfilerName, TraceSpec
-from traceloom.fleet.api import CaptureAnswer, CapturesAnswer
-from traceloom.fleet.handlers.hosts import FleetRequestAnswer, FleetRequestsAnswer, RequestBody
+from traceloom.fleet.api import CaptureResponse, CapturesResponse
+from traceloom.fleet.handlers.hosts import FleetRequestResponse, FleetRequestsResponse, RequestBody
 from traceloom.fleet.handlers.now import (
-    FindingsAnswer,
+    FindingsResponse,
     FleetFinding,
-    JobDetailAnswer,
-    UsageAnswer,
+    JobDetailResponse,
     UsagePeriod,
+    UsageResponse,
 )
 from traceloom.fleet.portal.page import (
     ContentSection,
@@ -69,15 +69,15 @@ REQUEST_COLUMNS = (
 )
 
 
-def describe_length(request: FleetRequestAnswer) -> str:
+def describe_length(request: FleetRequestResponse) -> str:
     """Describes the length of a trace in words."""
-    if request.wanted.steps is not None:
-        return units.format_quantity(request.wanted.steps, "step")
-    return units.format_duration(int((request.wanted.duration_s or 0.0) * 1e9))
+    if request.spec.steps is not None:
+        return units.format_quantity(request.spec.steps, "step")
+    return units.format_duration(int((request.spec.duration_s or 0.0) * 1e9))
 
 
 def build_requests_table(
-    requests: list[FleetRequestAnswer], *, single_job: bool = False
+    requests: list[FleetRequestResponse], *, single_job: bool = False
 ) -> PageTable:
     """Builds a table of requests, newest first; without the job column for a `single_job`."""
     rows: list[PageRow] = [
@@ -85,9 +85,9 @@ def build_requests_table(
             "id": request.id,
             "asked_ns": request.asked_ns,
             "state": request.state,
-            "job": request.wanted.job,
+            "job": request.spec.job,
             "who": request.who,
-            "what": f"{describe_length(request)}, {', '.join(request.wanted.profilers)}",
+            "what": f"{describe_length(request)}, {', '.join(request.spec.profilers)}",
             "hosts": len(request.hosts),
             "capture": request.capture,
             "detail": request.detail,
@@ -106,14 +106,14 @@ def build_requests_table(
     return PageTable("requests", "Traces that were asked for", columns, rows, empty)
 
 
-async def compute_requests(visit: PageRequest) -> list[FleetRequestAnswer]:
+async def compute_requests(visit: PageRequest) -> list[FleetRequestResponse]:
     """Returns requests, newest first."""
     return (
-        await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
+        await visit.answer(FleetRequestsResponse, "/api/v1/requests", query={"most": "1000"})
     ).requests
 
 
-def build_requests_content(requests: list[FleetRequestAnswer]) -> PageContent:
+def build_requests_content(requests: list[FleetRequestResponse]) -> PageContent:
     """Builds the content of the page."""
     states = [request.state for request in requests]
     running = sum(state not in ENDED_FLEET_STATES for state in states)
@@ -205,10 +205,10 @@ class JobView:
     """Data of the page."""
 
     name: str
-    detail: JobDetailAnswer
-    captures: list[CaptureAnswer]
+    detail: JobDetailResponse
+    captures: list[CaptureResponse]
     findings: list[FleetFinding]
-    requests: list[FleetRequestAnswer]
+    requests: list[FleetRequestResponse]
     usage: list[UsagePeriod]
 
 
@@ -216,19 +216,19 @@ async def compute_job(visit: PageRequest) -> JobView:
     """Asks the routes."""
     job = visit.names["job"]
     requests_answer = await visit.answer(
-        FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"}
+        FleetRequestsResponse, "/api/v1/requests", query={"most": "1000"}
     )
     captures_answer = await visit.answer(
-        CapturesAnswer, "/api/v1/captures", query={"job": job, "most": "200"}
+        CapturesResponse, "/api/v1/captures", query={"job": job, "most": "200"}
     )
-    findings = await visit.answer(FindingsAnswer, "/api/v1/findings/latest", query={"job": job})
-    used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"job": job, "hours": "6"})
+    findings = await visit.answer(FindingsResponse, "/api/v1/findings/latest", query={"job": job})
+    used = await visit.answer(UsageResponse, "/api/v1/usage", query={"job": job, "hours": "6"})
     return JobView(
         job,
-        await visit.answer(JobDetailAnswer, "/api/v1/jobs/{job:path}", job=job),
+        await visit.answer(JobDetailResponse, "/api/v1/jobs/{job:path}", job=job),
         captures_answer.captures,
         findings.findings,
-        [request for request in requests_answer.requests if request.wanted.job == job],
+        [request for request in requests_answer.requests if request.spec.job == job],
         used.usage,
     )
 
@@ -434,12 +434,12 @@ async def handle_job_action(visit: PageRequest) -> str:
         raise make_bad_request("nothing is chosen to be recorded")
     try:
         body = RequestBody(
-            wanted=msgspec.convert(spec_fields, TraceSpec),
+            spec=msgspec.convert(spec_fields, TraceSpec),
             choose=msgspec.convert(visit.field("choose"), Choice),
         )
     except msgspec.ValidationError as error:
         raise make_bad_request(str(error)) from error
-    request = await visit.answer(FleetRequestAnswer, "/api/v1/requests", method="POST", body=body)
+    request = await visit.answer(FleetRequestResponse, "/api/v1/requests", method="POST", body=body)
     return build_request_url(request.id)
 
 
@@ -483,12 +483,12 @@ TARGET_COLUMNS = (
 )
 
 
-async def compute_request(visit: PageRequest) -> FleetRequestAnswer:
+async def compute_request(visit: PageRequest) -> FleetRequestResponse:
     """Returns the request."""
-    return await visit.answer(FleetRequestAnswer, "/api/v1/requests/{id}", id=visit.names["id"])
+    return await visit.answer(FleetRequestResponse, "/api/v1/requests/{id}", id=visit.names["id"])
 
 
-def build_request_content(request: FleetRequestAnswer) -> PageContent:
+def build_request_content(request: FleetRequestResponse) -> PageContent:
     """Builds the content of the page."""
     hosts: list[PageRow] = [
         {
@@ -503,7 +503,7 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
     targets: list[PageRow] = [
         {"host": host.host, "target": target} for host in request.hosts for target in host.targets
     ]
-    spec = request.wanted
+    spec = request.spec
     numbers = [
         KeyFigure("Job", spec.job, "that is traced", leads=build_job_url(spec.job)),
         KeyFigure("What", describe_length(request), ", ".join(spec.profilers)),
@@ -540,7 +540,7 @@ def build_request_content(request: FleetRequestAnswer) -> PageContent:
     )
 
 
-def _draw_progress(request: FleetRequestAnswer) -> Node:
+def _draw_progress(request: FleetRequestResponse) -> Node:
     ended = request.state in ENDED_FLEET_STATES
     current_step = len(_PROGRESS_STATES) if ended else _PROGRESS_STATES.index(request.state)
     steps = [*_PROGRESS_STATES, request.state if ended else "done"]
@@ -582,7 +582,7 @@ def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def build_request_controls(visit: PageRequest, request: FleetRequestAnswer) -> Node:
+def build_request_controls(visit: PageRequest, request: FleetRequestResponse) -> Node:
     """Builds the cancel button, for the requester and operators."""
     is_own = request.who == visit.token.name and visit.may("requester")
     if request.state in ENDED_FLEET_STATES or not (is_own or visit.may("operator")):
@@ -599,7 +599,7 @@ async def handle_request_action(visit: PageRequest) -> str:
         HttpError: `not-allowed`, `no-such-request`.
     """
     await visit.answer(
-        FleetRequestAnswer, "/api/v1/requests/{id}", method="DELETE", id=visit.names["id"]
+        FleetRequestResponse, "/api/v1/requests/{id}", method="DELETE", id=visit.names["id"]
     )
     return visit.address.path
 

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 from htpy import Node, a, div, iframe
 
 from traceloom.fleet.analyses.regressions import MIX_CAUSES
-from traceloom.fleet.api import CaptureAnswer
+from traceloom.fleet.api import CaptureResponse
 from traceloom.fleet.portal.asking import (
     QueryResult,
     build_empty_notice,
@@ -363,8 +363,8 @@ def build_comparison_url(base: str, new: str) -> str:
 class CapturePair:
     """The captures to compare."""
 
-    base: CaptureAnswer
-    new: CaptureAnswer
+    base: CaptureResponse
+    new: CaptureResponse
 
 
 async def compute_comparison(visit: PageRequest) -> CapturePair:
@@ -382,7 +382,7 @@ async def compute_comparison(visit: PageRequest) -> CapturePair:
             hint="a page of a capture lets one choose another to hold it against; one of a regression has both",
         )
     base, new = [
-        await visit.answer(CaptureAnswer, "/api/v1/captures/{id}", id=query[side])
+        await visit.answer(CaptureResponse, "/api/v1/captures/{id}", id=query[side])
         for side in ("base", "new")
     ]
     return CapturePair(base, new)

@@ -11,26 +11,26 @@ from htpy import Node, a, button, code, div, form, fragment, li, p, ul
 
 from traceloom.agent.fleet_link.protocol import HostProcess
 from traceloom.fleet.handlers.hosts import (
-    EnrolmentAnswer,
     EnrolmentBody,
-    FleetJobAnswer,
-    FleetJobsAnswer,
-    FleetRequestAnswer,
-    FleetRequestsAnswer,
-    HostAnswer,
-    HostsAnswer,
-    RemovedHostAnswer,
+    EnrolmentResponse,
+    FleetJobResponse,
+    FleetJobsResponse,
+    FleetRequestResponse,
+    FleetRequestsResponse,
+    HostResponse,
+    HostsResponse,
+    RemovedHostResponse,
 )
 from traceloom.fleet.handlers.now import (
     BUSY_METRIC,
     DeviceState,
     DeviceStatus,
-    FleetProblemsAnswer,
-    FleetStatusAnswer,
-    HostDetailAnswer,
+    FleetProblemsResponse,
+    FleetStatusResponse,
+    HostDetailResponse,
     SlowerKernel,
-    UsageAnswer,
     UsagePeriod,
+    UsageResponse,
 )
 from traceloom.fleet.portal.charts import draw_areas, draw_bar
 from traceloom.fleet.portal.page import (
@@ -70,12 +70,12 @@ JOBS_COLUMNS = (
 )
 
 
-async def compute_jobs(visit: PageRequest) -> list[FleetJobAnswer]:
+async def compute_jobs(visit: PageRequest) -> list[FleetJobResponse]:
     """Returns running jobs, sorted by name."""
-    return (await visit.answer(FleetJobsAnswer, "/api/v1/jobs")).jobs
+    return (await visit.answer(FleetJobsResponse, "/api/v1/jobs")).jobs
 
 
-def build_job_row(job: FleetJobAnswer) -> PageRow:
+def build_job_row(job: FleetJobResponse) -> PageRow:
     """Builds a job's row of `JOBS_COLUMNS`."""
     return {
         "job": job.job,
@@ -93,7 +93,7 @@ def build_job_row(job: FleetJobAnswer) -> PageRow:
     }
 
 
-def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
+def build_jobs_table(jobs: list[FleetJobResponse]) -> PageTable:
     """Builds the table of jobs."""
     empty = fragment[
         p[
@@ -111,7 +111,7 @@ def build_jobs_table(jobs: list[FleetJobAnswer]) -> PageTable:
     )
 
 
-def build_jobs_content(jobs: list[FleetJobAnswer]) -> PageContent:
+def build_jobs_content(jobs: list[FleetJobResponse]) -> PageContent:
     """Builds the content of the page."""
     ready = sum(job.traceable > 0 for job in jobs)
     numbers = [
@@ -161,27 +161,27 @@ DEVICE_STATES: tuple[tuple[DeviceState, str, str], ...] = (
 class FleetView:
     """Data of the page."""
 
-    now: FleetStatusAnswer
-    hosts: list[HostAnswer]
-    jobs: list[FleetJobAnswer]
-    failed: list[FleetRequestAnswer]  # requests of the last day
-    open: list[FleetRequestAnswer]
-    trouble: FleetProblemsAnswer | HttpError  # the error why problems are unknown
+    now: FleetStatusResponse
+    hosts: list[HostResponse]
+    jobs: list[FleetJobResponse]
+    failed: list[FleetRequestResponse]  # requests of the last day
+    open: list[FleetRequestResponse]
+    problems: FleetProblemsResponse | HttpError  # the error why problems are unknown
 
 
 async def compute_overview(visit: PageRequest) -> FleetView:
     """Asks the routes."""
-    status = await visit.answer(FleetStatusAnswer, "/api/v1/now")
-    hosts = await visit.answer(HostsAnswer, "/api/v1/hosts")
-    running = await visit.answer(FleetJobsAnswer, "/api/v1/jobs")
+    status = await visit.answer(FleetStatusResponse, "/api/v1/now")
+    hosts = await visit.answer(HostsResponse, "/api/v1/hosts")
+    running = await visit.answer(FleetJobsResponse, "/api/v1/jobs")
     requests = (
-        await visit.answer(FleetRequestsAnswer, "/api/v1/requests", query={"most": "1000"})
+        await visit.answer(FleetRequestsResponse, "/api/v1/requests", query={"most": "1000"})
     ).requests
     since = time.time_ns() - _DAY_NS
     ended = {"done", "cancelled", "partial", "failed"}
-    problems: FleetProblemsAnswer | HttpError
+    problems: FleetProblemsResponse | HttpError
     try:
-        problems = await visit.answer(FleetProblemsAnswer, "/api/v1/trouble")
+        problems = await visit.answer(FleetProblemsResponse, "/api/v1/problems")
     except HttpError as error:
         # Problems are the most expensive query; the rest of the page works without them.
         problems = error
@@ -226,7 +226,7 @@ def _describe_fleet(view: FleetView) -> str:
 
 
 def _build_key_figures(
-    now: FleetStatusAnswer, requests: list[FleetRequestAnswer]
+    now: FleetStatusResponse, requests: list[FleetRequestResponse]
 ) -> list[KeyFigure]:
     day, note = now.topline, "of the device time that jobs held, last 24 h"
     waiting = sum(now.tasks.get(state, 0) for state in ("received", "checked", "analysed"))
@@ -287,13 +287,15 @@ def _list_problems(view: FleetView) -> list[Node]:
     """
     lost = [host for host in view.hosts if host.lost]
     troubled = [
-        host for host in view.hosts if not host.lost and (host.trouble or host.stale_devices)
+        host
+        for host in view.hosts
+        if not host.lost and (host.collector_errors or host.stale_devices)
     ]
     unknown: list[Node] = []
-    problems = view.trouble
+    problems = view.problems
     if isinstance(problems, HttpError):
         unknown = [["Whether kernels became slower is not known now: ", problems.message]]
-        problems = FleetProblemsAnswer(slower=[], quarantined=[])
+        problems = FleetProblemsResponse(slower=[], quarantined=[])
     slower: dict[str, SlowerKernel] = {}
     for kernel in problems.slower:  # most expensive first, each kernel once
         slower.setdefault(kernel.kernel, kernel)
@@ -315,7 +317,7 @@ def _list_problems(view: FleetView) -> list[Node]:
             "/requests?requests.q=failed",
             [
                 [
-                    a(href=build_request_url(failure.id))[f"Trace of {failure.wanted.job}"],
+                    a(href=build_request_url(failure.id))[f"Trace of {failure.spec.job}"],
                     f" failed: {failure.detail or failure.reason}",
                 ]
                 for failure in view.failed
@@ -347,21 +349,21 @@ def _list_problems(view: FleetView) -> list[Node]:
     ]
 
 
-def _describe_silent_host(host: HostAnswer) -> Node:
+def _describe_silent_host(host: HostResponse) -> Node:
     link = a(href=build_host_url(host.host))[host.host]
     if host.heard_ns is None:
         return [link, " was not heard of since the service started"]
     return [link, " was last heard of ", render_time(host.heard_ns)]
 
 
-def _describe_troubled_host(host: HostAnswer) -> Node:
+def _describe_troubled_host(host: HostResponse) -> Node:
     silent = (
         [f"{units.format_quantity(host.stale_devices, 'device')} silent"]
         if host.stale_devices
         else []
     )
     reason = "; ".join(
-        [*silent, *(f"{name}: {reason}" for name, reason in sorted(host.trouble.items()))]
+        [*silent, *(f"{name}: {reason}" for name, reason in sorted(host.collector_errors.items()))]
     )
     return [a(href=build_host_url(host.host))[host.host], f": {reason}"]
 
@@ -414,21 +416,21 @@ HOST_COLUMNS = (
     ),
     PageColumn("clock_error_ns", "±", "time", "at most", "not measured yet"),
     PageColumn("version", "Version", unknown="not heard of yet"),
-    PageColumn("trouble", "Trouble", unknown="it reports none"),
+    PageColumn("errors", "Errors", unknown="it reports none"),
 )
 
 
-def get_host_state(host: HostAnswer) -> str:
+def get_host_state(host: HostResponse) -> str:
     """Returns `here`, `lost` or `never`."""
     return "never" if host.heard_ns is None else "lost" if host.lost else "here"
 
 
-async def compute_hosts(visit: PageRequest) -> list[HostAnswer]:
+async def compute_hosts(visit: PageRequest) -> list[HostResponse]:
     """Returns hosts, sorted by name."""
-    return (await visit.answer(HostsAnswer, "/api/v1/hosts")).hosts
+    return (await visit.answer(HostsResponse, "/api/v1/hosts")).hosts
 
 
-def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
+def build_hosts_content(hosts: list[HostResponse]) -> PageContent:
     """Builds the content of the page."""
     rows: list[PageRow] = [
         {
@@ -442,8 +444,8 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
             "clock_offset_ns": host.clock_offset_ns,
             "clock_error_ns": host.clock_error_ns,
             "version": host.version,
-            "trouble": "; ".join(
-                f"{name}: {reason}" for name, reason in sorted(host.trouble.items())
+            "errors": "; ".join(
+                f"{name}: {reason}" for name, reason in sorted(host.collector_errors.items())
             ),
         }
         for host in hosts
@@ -480,7 +482,7 @@ def build_hosts_content(hosts: list[HostAnswer]) -> PageContent:
     )
 
 
-def build_hosts_controls(visit: PageRequest, _hosts: list[HostAnswer]) -> Node:
+def build_hosts_controls(visit: PageRequest, _hosts: list[HostResponse]) -> Node:
     """Builds the form to enrol a host, for operators."""
     if not visit.may("operator"):
         return None
@@ -513,7 +515,7 @@ async def handle_hosts_action(visit: PageRequest) -> Node:
     """
     days = parse_positive_number(visit.field("days"), "the number of days", float) or 1.0
     body = EnrolmentBody(host=visit.field("host"), days=days)
-    answer = await visit.answer(EnrolmentAnswer, "/api/v1/agents", method="POST", body=body)
+    answer = await visit.answer(EnrolmentResponse, "/api/v1/agents", method="POST", body=body)
     return div(".notice", role="status")[
         p[
             "The token is shown only now. Put it into a file on ",
@@ -588,15 +590,15 @@ PROCESS_COLUMNS = (
 class HostView:
     """Data of the page."""
 
-    detail: HostDetailAnswer
+    detail: HostDetailResponse
     usage: list[UsagePeriod]
 
 
 async def compute_host(visit: PageRequest) -> HostView:
     """Asks the routes."""
     host = visit.names["host"]
-    detail = await visit.answer(HostDetailAnswer, "/api/v1/hosts/{host}", host=host)
-    used = await visit.answer(UsageAnswer, "/api/v1/usage", query={"host": host, "hours": "6"})
+    detail = await visit.answer(HostDetailResponse, "/api/v1/hosts/{host}", host=host)
+    used = await visit.answer(UsageResponse, "/api/v1/usage", query={"host": host, "hours": "6"})
     return HostView(detail, used.usage)
 
 
@@ -646,10 +648,10 @@ def build_host_content(view: HostView) -> PageContent:
             " says whether it runs, and how the service answers it.",
         ]
     problem_items = [
-        li(".warn")[f"{name}: {reason}"] for name, reason in sorted(host.trouble.items())
+        li(".warn")[f"{name}: {reason}"] for name, reason in sorted(host.collector_errors.items())
     ]
     sections = [
-        ContentSection("trouble", "Trouble", ul(".wrong")[problem_items])
+        ContentSection("problems", "Problems", ul(".wrong")[problem_items])
         if problem_items
         else None,
         ContentSection(
@@ -748,7 +750,7 @@ async def handle_host_action(visit: PageRequest) -> str:
         HttpError: `not-allowed`, `no-such-host`.
     """
     await visit.answer(
-        RemovedHostAnswer, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"]
+        RemovedHostResponse, "/api/v1/hosts/{host}", method="DELETE", host=visit.names["host"]
     )
     return "/hosts"
 
