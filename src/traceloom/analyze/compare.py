@@ -5,6 +5,8 @@ Exact definitions: docs/concepts/comparison.md.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -92,35 +94,88 @@ def _format_distinct(values: Iterable[str | None]) -> str:
     return ", ".join(dict.fromkeys(value for value in values if value)) or _UNKNOWN
 
 
-def compare_programs(union: TreeUnion, base: Ints, new: Ints) -> pl.DataFrame:
-    """Returns conditions that only the alignment shows: whether both ran the same program on inputs
-    of the same shapes.
+def compare_programs(
+    union: TreeUnion, name_codes: NameCodes, base: Ints, new: Ints
+) -> tuple[pl.DataFrame, float | None]:
+    """Returns the conditions that only the alignment shows, and how many times as many samples the
+    new run has in a step, where the shapes show that.
+
+    Other operators and other shapes are what a change of the code results in, so they are not
+    decisive, unless hardly anything of the smaller program is in the larger one.
 
     Args:
         union: Both sides on one tree.
+        name_codes: The texts of its shapes.
         base: How often the base reached each place.
         new: The same of the new run.
     """
-    both, base_count, new_count = (
-        ((base > 0) & (new > 0)),
-        int((base > 0).sum()),
-        int((new > 0).sum()),
-    )
-    matched = int(both.sum())
-    alike = 2 * matched / (base_count + new_count) if base_count + new_count else 1.0
-    counts = f"{matched} of {base_count}", f"{matched} of {new_count}"
-    rows = [("operators at the same place", *counts, alike >= _MIN_COMMON_SHARE, DECISIVE)]
-    shapes = [
-        (union.shape[0][index], union.shape[1][index]) for index in np.flatnonzero(both).tolist()
+    both = (base > 0) & (new > 0)
+    matched, *counts = (int(places.sum()) for places in (both, base > 0, new > 0))
+    alike = matched >= _MIN_COMMON_SHARE * min(counts)
+    rows = [
+        (
+            "operators at the same place",
+            *(f"{matched} of {count}" for count in counts),
+            alike and matched == max(counts),
+            MINOR if alike else DECISIVE,
+        )
     ]
-    same = [left == right for left, right in shapes if left and right]  # where both recorded them
-    if same:
-        equal = f"equal at {sum(same)} of {len(same)} places"
-        rows.append(("shapes of inputs", equal, equal, all(same), DECISIVE))
-    return pl.DataFrame(rows, schema=CONDITIONS, orient="row")
+    texts = list(name_codes.shapes)
+    shapes = Counter(
+        (texts[left], texts[right])
+        for left, right in (
+            (union.shape[0][place], union.shape[1][place])
+            for place in np.flatnonzero(both).tolist()
+        )
+        if left and right  # where both recorded them
+    )
+    if not shapes:
+        return pl.DataFrame(rows, schema=CONDITIONS, orient="row"), None
+    equal = sum(places for (left, right), places in shapes.items() if left == right)
+    text = f"equal at {equal} of {shapes.total()} places"
+    rows.append(("shapes of inputs", text, text, equal == shapes.total(), MINOR))
+    ratio = _find_batch_ratio(shapes)
+    if ratio is not None:
+        rows.append(("samples in a step", "1 ×", f"{ratio:.3g} ×", False, MINOR))
+    return pl.DataFrame(rows, schema=CONDITIONS, orient="row"), ratio
 
 
-_MIN_COMMON_SHARE = 0.9  # of the places; below, it is another program
+_MIN_COMMON_SHARE = 0.25  # of the places of the smaller program; below, it is another program
+
+
+def _find_batch_ratio(shapes: Counter[tuple[str | None, str | None]]) -> float | None:
+    """Returns how many times as large the new run's batches are, or None where that is unknown.
+
+    Nearly all places that differ then do so in one dimension, by the same factor, and most of them
+    in the first one; another width of the model changes both dimensions of its weights.
+    """
+    ratios: Counter[float] = Counter()
+    first_dimension = places_that_differ = 0
+    for (left, right), places in shapes.items():
+        if left == right or left is None or right is None:
+            continue
+        places_that_differ += places
+        changed = [
+            [(index, old, new) for index, (old, new) in enumerate(pairs) if old != new]
+            for pairs in (
+                list(zip(old, new, strict=False))
+                for old, new in zip(json.loads(left), json.loads(right), strict=False)
+            )
+        ]
+        changed = [dimensions for dimensions in changed if dimensions]
+        if not changed or any(len(dimensions) > 1 for dimensions in changed):
+            continue
+        index, old, new = changed[0][0]
+        if isinstance(old, int) and isinstance(new, int) and old > 0:
+            ratios[new / old] += places
+            first_dimension += places * (index == 0)
+    ratio, places = ratios.most_common(1)[0] if ratios else (1.0, 0)
+    if places < _MIN_SAME_RATIO * places_that_differ or first_dimension < _MIN_FIRST * places:
+        return None
+    return ratio if places else None
+
+
+_MIN_SAME_RATIO, _MIN_FIRST = 0.9, 0.7  # of the places whose shapes differ
 
 _HOST_OPERATORS = "operators on the step's thread"
 _HOST_OUTSIDE_OPERATORS = "the step's thread outside operators"
@@ -281,13 +336,20 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
         kernels = kernels[:0]
     # A trace without steps is compared by its window, which is no step.
     compared = ["window" if side.steps["step"].null_count() else "step" for side in sides]
-    stated = pl.concat([compare_conditions(*runs), compare_programs(union, *counts)])
+    programs, batch_ratio = compare_programs(union, name_codes, *counts)
+    stated = pl.concat([compare_conditions(*runs), programs])
+    steps = pl.concat(
+        run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
+        for name, run_side in zip(("base", "new"), sides, strict=True)
+    )
     differ = stated.filter(~pl.col("same") & (pl.col("weight") == DECISIVE))
+    comparable = not differ.height and len(set(compared)) == 1
     return Comparison(
         sentence=_describe_difference(
             lengths[0], lengths[1], compared, differ, breakdown, operators, kernels
-        ),
-        comparable=not differ.height and len(set(compared)) == 1,
+        )
+        + _describe_noise(lengths, batch_ratio, steps, comparable=comparable),
+        comparable=comparable,
         account="device" if has_device_steps else "host",
         base_ns=lengths[0],
         new_ns=lengths[1],
@@ -301,10 +363,7 @@ def compare(base: Session | Trace, new: Session | Trace) -> Comparison:
             *compare_tables.compute_relative_changes(lengths[0], "host_"),
         ),
         tree=tree,
-        steps=pl.concat(
-            run_side.steps.select(pl.lit(name).alias("side"), *STEPS)
-            for name, run_side in zip(("base", "new"), sides, strict=True)
-        ),
+        steps=steps,
     )
 
 
@@ -349,3 +408,32 @@ def _describe_difference(  # noqa: PLR0917  (the parts of the sentence)
     )
     extra = f" and {differ.height - 3} more" if differ.height > 3 else ""
     return f"The conditions differ, so the times cannot be held against each other: {subject}{extra}. {text}."
+
+
+def _describe_noise(
+    lengths: list[int], batch_ratio: float | None, steps: pl.DataFrame, *, comparable: bool
+) -> str:
+    """Returns what the change is per sample, and whether the steps of both sides overlap; ""
+    where neither says anything.
+    """
+    base, new = lengths
+    if not comparable or base == new:
+        return ""
+    text = ""
+    if batch_ratio is not None:
+        change = units.format_change(new / base / batch_ratio - 1)
+        text += f" A step has {batch_ratio:.3g} times as many samples: {change} per sample."
+    (low, high), (other_low, other_high) = (
+        tuple(
+            steps.filter(pl.col("side") == side)["duration_ns"].quantile(share) or 0.0
+            for share in (0.25, 0.75)
+        )
+        for side in ("base", "new")
+    )
+    if low != high and low <= other_high and other_low <= high:
+        base_range, new_range = (
+            f"{units.format_duration(round(a))} to {units.format_duration(round(b))}"
+            for a, b in ((low, high), (other_low, other_high))
+        )
+        text += f" It may be chance: half of the steps take {base_range}, and {new_range}."
+    return text

@@ -376,15 +376,22 @@ class Recorder:
         Operators of thousands of inputs cost more than their number tells: so does it count, too,
         what the process has grown by while it should not (`grows`).
         """
-        events = window.session.count_events()
+        events, budget_mb = window.session.count_events(), f"{self._budget / 1e6:.0f} MB"
         ending = events * (1 + ahead) * window.session.bytes_per_event
         unexplained = read_own_bytes() - window.memory_bytes - events * RECORDED_BYTES_PER_EVENT
-        if ending <= self._budget and not (grows and unexplained > self._budget / _GROWTH_PART):
+        if ending > self._budget:
+            cause = f", for which {budget_mb} are set aside"
+        elif grows and unexplained > self._budget / _GROWTH_PART:
+            cause = (
+                f": meanwhile the process grew by {unexplained / 1e6:.0f} MB beyond them, too much "
+                f"for a budget of {budget_mb}"
+            )
+        else:
             return False
         self.storage.note(
             "budget-reached",
-            f"recording stopped after {events:,} events, for which {self._budget / 1e6:.0f} MB are "
-            "set aside; give more with --max-memory, or begin later with --steps",
+            f"recording stopped after {events:,} events{cause}; give more with --max-memory, or "
+            "begin later with --steps",
         )
         return True
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from html import escape
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from rich.text import Text
 
@@ -244,20 +244,33 @@ def _build_operators_table(
     difference: Literal["host_difference_ns", "duration_difference_ns"] = (
         "host_difference_ns" if prefix == "host_" else "duration_difference_ns"
     )
-    rows: list[dict[str, object]] = []
-    for row in sorted(changed, key=lambda row: -abs(row[difference])):
+    summed = (
+        *("base_count", "new_count", f"base_{prefix}ns", f"new_{prefix}ns"),
+        *(difference, f"{prefix}of_step"),
+    )
+    by_operator: dict[str, list[dict[str, Any]]] = {}
+    for place in changed:
+        by_operator.setdefault(place["operator"], []).append({**place})
+    rows: list[dict[str, Any]] = []
+    for places in by_operator.values():
+        row = {**places[0], **{name: sum(place[name] for place in places) for name in summed}}
+        row[f"{prefix}change"] = (
+            row[difference] / row[f"base_{prefix}ns"] if row[f"base_{prefix}ns"] else None
+        )
+        statuses = {place[status] for place in places}
+        row[status] = (
+            statuses.pop() if len(statuses) == 1 else "slower" if row[difference] > 0 else "faster"
+        )
         # the operator first, then its enclosing scopes, the nearest first
         names = (row["path"].split(_SEPARATOR)[1:] or [row["path"]])[::-1]
-        location = " in ".join(names[:_MAX_PATH_NAMES]) + (
-            " in …" if len(names) > _MAX_PATH_NAMES else ""
+        row["at"] = (
+            " in ".join(names[:_MAX_PATH_NAMES]) + (" in …" if len(names) > _MAX_PATH_NAMES else "")
+            if len(places) == 1
+            else f"{names[0]} at {len(places)} places"
         )
-        rows.append(
-            {
-                **row,
-                "at": location,
-                "count": _format_call_counts(row["base_count"], row["new_count"]),
-            }
-        )
+        row["count"] = _format_call_counts(row["base_count"], row["new_count"])
+        rows.append(row)
+    rows.sort(key=lambda row: -abs(row[difference]))
     if rows:
         yield Table(
             key,
@@ -269,8 +282,8 @@ def _build_operators_table(
                 Col("at", "Operator", "name", "and what it stands in, the nearest first"),
             ],
             rows,
-            note=f"Of {count}: {_format_status_counts(row[status] for row in changed)}. Times {hint}; aligned by place (with "
-            "a replay: by name), shapes and order.",
+            note=f"Of {count}: {_format_status_counts(row[status] for row in changed)}. Times {hint}, summed by operator; "
+            "the JSON has each place.",
         )
 
 

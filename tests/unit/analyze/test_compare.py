@@ -155,11 +155,70 @@ def test_other_kernels_at_the_same_place_are_a_replacement() -> None:
     assert "MI300X" in found.sentence
 
 
-def test_other_shapes_are_a_condition_that_differs() -> None:
+@pytest.mark.parametrize("factor", [0.5, 2, 3])
+def test_time_per_sample_is_told_where_batches_are_of_another_size(factor: float) -> None:
+    """The kernels take twice as long with `factor` times as many samples."""
+    batch = tuple(replace(op, shapes=f"[[{int(32 * factor)}, 4], [4, 4]]") for op in PROGRAM)
+    larger = tuple(replace(op, host_us=op.host_us * 1.5) for op in batch)
+    base = tuple(replace(op, shapes="[[32, 4], [4, 4]]") for op in PROGRAM)
+    found = compare(host_only(base), host_only(larger))
+    found.check()
+    assert found.comparable
+    change = 100 * (1.5 / factor - 1)
+    sign = "+" if change >= 0 else "-"
+    expected = f"{factor:g} times as many samples: {sign}{abs(change):.1f} % per sample"
+    assert (expected in found.sentence) == (abs(change) >= 0.05), found.sentence
+
+
+def host_only(program: tuple[Op, ...], *, lengths: tuple[float, ...] = (1.0,) * 3) -> Trace:
+    """Steps that hold nothing but the operators, each `lengths[step]` times as long."""
+    builder, at = TraceBuilder(), 0.0
+    for step, scale in enumerate(lengths):
+        total = scale * sum(op.host_us for op in program)
+        builder.step(step, at, total)
+        for op in program:
+            builder.op(op.name, at, scale * op.host_us, shapes=eval(op.shapes))
+            at += scale * op.host_us
+    return builder.build()
+
+
+def test_another_width_of_the_model_is_not_another_batch() -> None:
+    base = tuple(replace(op, shapes="[[32, 4], [4, 4]]") for op in PROGRAM)
+    wider = tuple(replace(op, shapes="[[32, 8], [8, 8]]", host_us=20) for op in PROGRAM)
+    found = compare(host_only(base), host_only(wider))
+    assert found.comparable
+    assert "sample" not in found.sentence
+
+
+def test_a_loop_that_is_removed_is_the_result_and_no_condition() -> None:
+    loop = (*PROGRAM, *[Op("aten::item", None, host_us=1)] * 100)
+    found = compare(host_only(loop), host_only(PROGRAM))
+    found.check()
+    assert found.comparable
+    assert found.sentence.startswith("The step takes 50.0 µs instead of 150 µs (-66.7 %)")
+
+
+def test_another_program_altogether_is_no_comparison() -> None:
+    other = tuple(replace(op, name=f"other{number}") for number, op in enumerate(PROGRAM))
+    found = compare(host_only(PROGRAM), host_only(other))
+    assert not found.comparable
+    assert "operators at the same place (0 of 5" in found.sentence
+
+
+def test_a_change_within_the_spread_of_the_steps_may_be_chance() -> None:
+    noisy, noisier = (1.0, 1.2, 0.9, 1.1), (1.0, 1.3, 0.95, 1.1)
+    found = compare(host_only(PROGRAM, lengths=noisy), host_only(PROGRAM, lengths=noisier))
+    assert "It may be chance: half of the steps take" in found.sentence
+    slower = tuple(2 * length for length in noisy)
+    found = compare(host_only(PROGRAM, lengths=noisy), host_only(PROGRAM, lengths=slower))
+    assert "chance" not in found.sentence
+
+
+def test_other_shapes_are_told_and_are_no_reason_to_refuse() -> None:
     larger = tuple(replace(op, shapes="[[8, 8]]") for op in PROGRAM)
     found = compare(built(PROGRAM), built(larger))
     found.check()
-    assert not found.comparable
+    assert found.comparable
     stated = {row["condition"]: row for row in found.conditions.to_dicts()}
     assert stated["shapes of inputs"]["same"] is False
     assert stated["operators at the same place"]["same"] is True
