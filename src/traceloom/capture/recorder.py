@@ -43,6 +43,7 @@ MAIN_THREAD_SECONDS = 1.0
 _SHARE_OF_FREE = 0.05
 _DEFAULT_BUDGET_BYTES = 512_000_000
 _WAIT_FOR_DEVICE_STEPS = 2
+_MEMORY_PERIOD_NS = 20_000_000
 _GROWTH_PART = 5  # the end of a session takes four times what it has grown by
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -151,6 +152,7 @@ class Recorder:
         self._collectives = distributed.CollectiveLog()
         self._checkpoints = CheckpointMarks()
         self._times = ThreadTimes()
+        self._memory_read_ns = 0
         self._threads: set[int] = set()  # those that make steps and backward passes
         self._watch = exits.Watch(self._check_window)
         if settings.memory:
@@ -338,7 +340,7 @@ class Recorder:
             state = Mark.DISTURBED
         else:
             state = Mark.EARLY if recording else Mark.PLAIN
-        self.log.end(boundary, state)
+        self.log.end(boundary, state, *self._read_memory(boundary))
         self.log.begin(boundary)
         number = self.log.number
         if number == 1:
@@ -361,6 +363,16 @@ class Recorder:
             self._stop_soon()
         elif recording and window is not None:
             self._check_budget(window, steps=number - self.plan.first_whole_step)
+
+    def _read_memory(self, boundary: Instant) -> tuple[int, int]:
+        """Returns the bytes that the process and its device hold, or -1 for each that is not read:
+        seldom enough to cost nothing.
+        """
+        if boundary.steady_ns - self._memory_read_ns < _MEMORY_PERIOD_NS:
+            return -1, -1
+        self._memory_read_ns = boundary.steady_ns
+        used = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else -1
+        return read_own_bytes() or -1, used
 
     def _check_budget(self, window: RecordedWindow, steps: int) -> None:
         """Ends the window where another step would be more than memory was given for."""

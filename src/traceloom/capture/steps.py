@@ -135,12 +135,16 @@ class Instant(NamedTuple):
 
 
 class StepLog:
-    """Start, duration and processor time of every step, numbered from 0. 25 bytes a step."""
+    """Start, duration and processor time of every step, numbered from 0, and the memory that was
+    held at its end where it was read. 41 bytes a step.
+    """
 
     def __init__(self, now: Instant) -> None:
         self._starts = array("q")
         self._durations = array("q")
         self._ran = array("q")
+        self._memory = array("q")
+        self._device_memory = array("q")
         self._marks = bytearray()
         self._now = now
 
@@ -153,11 +157,16 @@ class StepLog:
         """The running step begins here."""
         self._now = now
 
-    def end(self, now: Instant, mark: Mark) -> None:
-        """The running step has ended."""
+    def end(self, now: Instant, mark: Mark, memory: int = -1, device_memory: int = -1) -> None:
+        """The running step has ended, with so many bytes held by the process and on its device;
+        -1: not read.
+        """
         begin, number = self._now, self.number
         # A signal may have come between two of these lines the last time.
         del self._starts[number:], self._ran[number:], self._marks[number:]
+        del self._memory[number:], self._device_memory[number:]
+        self._memory.append(memory)
+        self._device_memory.append(device_memory)
         self._starts.append(begin.unix_ns)
         self._ran.append(now.ran_ns - begin.ran_ns if now.thread == begin.thread else -1)
         self._marks.append(_CODES.index(mark))
@@ -173,6 +182,7 @@ class StepLog:
                 self._starts[0], now.steady_ns - back_ns, thread, now.ran_ns - sum(ran)
             )
         del self._starts[:], self._durations[:], self._ran[:], self._marks[:]
+        del self._memory[:], self._device_memory[:]
 
     def relabel(self, first: int, end: int, before: Mark, after: Mark) -> None:
         """Steps `first` to `end - 1` that are marked `before` become `after`."""
@@ -199,6 +209,8 @@ class StepLog:
             "start_ns": self._starts.tolist(),
             "duration_ns": self._durations.tolist(),
             "cpu_ns": [ran if ran >= 0 else None for ran in self._ran],
+            "memory_bytes": [size if size >= 0 else None for size in self._memory],
+            "device_memory_bytes": [size if size >= 0 else None for size in self._device_memory],
             "state": [_CODES[code].value for code in self._marks],
         }
 

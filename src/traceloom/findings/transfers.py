@@ -15,6 +15,7 @@ from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
+from traceloom.trace.session import RunGrowth, find_run_growth, read_run_steps
 from traceloom.trace.trace import Trace
 
 _MIN_BYTES = 4096  # fewer bytes are a value that is read, not data that is moved
@@ -152,7 +153,7 @@ _MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
 def find_memory_growth(context: Context) -> Iterator[Message]:
     """Reports memory that every step leaves behind, or every second or third."""
     if not context.allocations:
-        yield Abstention("memory-growth", _NOT_RECORDED)
+        yield from _find_process_growth(context)
     for trace, allocations in context.allocations:
         for row in allocations.growth.filter(
             pl.col("bytes_per_step") >= _MIN_GROWTH_BYTES
@@ -168,6 +169,36 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
                 advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers.",
                 evidence=(Evidence(row["site"], trace.rank, count=row["block_count"]),),
             )
+
+
+def _find_process_growth(context: Context) -> Iterator[Message]:
+    """Reports that the memory of a process, or of its GPU, grows from step to step of the run."""
+    found: list[tuple[RunGrowth, str, int | None]] = []
+    for trace in context.traces:
+        run = read_run_steps(trace.meta)
+        if run is None:
+            continue
+        for place, held in (("GPU", run.device_memory_bytes), ("process", run.memory_bytes)):
+            if growth := find_run_growth(run.state, held):
+                found.append((growth, place, trace.rank))
+                break
+    if not found:
+        yield Abstention("memory-growth", _NOT_RECORDED)
+        return
+    growth, place, rank = max(found, key=lambda item: item[0].bytes_per_step)
+    per_step = units.format_size(growth.bytes_per_step)
+    ranks = f", most in rank {rank} of {len(found)} that grow" if len(found) > 1 else ""
+    yield MemoryCandidate(
+        title=f"the memory of the {place} grows by {per_step} in every step{ranks}",
+        saving_bytes=None,
+        risk=f"it went from {units.format_size(growth.first_bytes)} to "
+        f"{units.format_size(growth.last_bytes)} within {growth.steps} steps after the recording",
+        severe=True,
+        confidence=0.7,
+        advice="Find the line that keeps it: `traceloom record --memory --stacks -- …`, then "
+        "`traceloom memory`. Usually a loss or a metric is kept with its graph: detach it.",
+        evidence=(),
+    )
 
 
 def _find_highest_peaks(context: Context) -> Iterator[tuple[Trace, dict[str, Any]]]:

@@ -267,11 +267,15 @@ class RunSteps(NamedTuple):
         duration_ns: Wall times, shape (steps,).
         state: State of the recorder in each.
         ran_ns: CPU time of the stepping thread in each; None where unknown.
+        memory_bytes: What the process held at the end of each; None where it was not read.
+        device_memory_bytes: The same of its current GPU.
     """
 
     duration_ns: NDArray[np.int64]
     state: list[str]
     ran_ns: list[int | None]
+    memory_bytes: list[int | None]
+    device_memory_bytes: list[int | None]
 
 
 def read_run_steps(meta: Meta) -> RunSteps | None:
@@ -286,18 +290,79 @@ def read_run_steps(meta: Meta) -> RunSteps | None:
         return None
     if not all(isinstance(duration, int) and 0 <= duration < 1 << 53 for duration in durations):
         return None
-    cpu_column = table.get("cpu_ns")
-    cpu_column = (
-        cpu_column
-        if isinstance(cpu_column, list) and len(cpu_column) == len(durations)
+    columns = [
+        column
+        if isinstance(column, list) and len(column) == len(durations)
         else [None] * len(durations)
-    )
-    cpu_times = [
-        value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in cpu_column
+        for column in map(table.get, ("cpu_ns", "memory_bytes", "device_memory_bytes"))
     ]
-    return RunSteps(
-        np.array(durations, dtype=np.int64), [str(state) for state in states], cpu_times
+    ran, memory, device_memory = (
+        [value if isinstance(value, int) and 0 <= value < 1 << 53 else None for value in column]
+        for column in columns
     )
+    return RunSteps(
+        np.array(durations, dtype=np.int64),
+        [str(state) for state in states],
+        ran,
+        memory,
+        device_memory,
+    )
+
+
+class RunGrowth(NamedTuple):
+    """How memory grew from step to step of a run.
+
+    Attributes:
+        bytes_per_step: The slope.
+        steps: Over how many steps.
+        first_bytes: What was held in the first quarter of them (median).
+        last_bytes: What was held in the last quarter of them.
+    """
+
+    bytes_per_step: int
+    steps: int
+    first_bytes: int
+    last_bytes: int
+
+
+def find_run_growth(states: list[str], held: list[int | None]) -> RunGrowth | None:
+    """Returns how memory grew in the steps after the recorded ones, or None where it does not grow,
+    or stops growing.
+
+    It grows where each quarter of these steps holds more than the quarter before, and the last one
+    gains at least half of what the first one did, and where of two steps the later one nearly
+    always holds more (Kendall's tau): what fills up once slows down, and noise goes both ways. Recorded steps
+    and those before are left out: recording takes memory itself.
+    """
+    after = max((n for n, state in enumerate(states) if state != _UNRECORDED_STATE), default=-1) + 1
+    known = [
+        (step, size) for step, size in enumerate(held) if step >= after + 1 and size is not None
+    ]
+    if len(known) < _MIN_GROWTH_SAMPLES:
+        return None
+    quarters = np.array_split(np.array(known, dtype=np.int64), 4)
+    steps, sizes = np.array([np.median(quarter, axis=0) for quarter in quarters]).T
+    gains = np.diff(sizes)
+    total = sizes[-1] - sizes[0]
+    some = np.array(known)[np.linspace(0, len(known) - 1, min(len(known), 100)).astype(int), 1]
+    rising = np.sign(some[None, :] - some[:, None])[np.triu_indices(some.size, 1)].mean()
+    if (
+        rising < _MIN_RISING
+        or gains.min() <= 0
+        or 2 * gains[-1] < gains[0]
+        or total < max(_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE * sizes[0])
+    ):
+        return None
+    return RunGrowth(
+        round(total / (steps[-1] - steps[0])),
+        known[-1][0] - known[0][0],
+        round(sizes[0]),
+        round(sizes[-1]),
+    )
+
+
+_MIN_GROWTH_SAMPLES, _MIN_RISING = 8, 0.6
+_MIN_GROWTH_BYTES, _MIN_GROWTH_SHARE = 8_000_000, 0.01
 
 
 def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:

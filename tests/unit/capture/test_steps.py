@@ -111,11 +111,13 @@ def test_the_table_of_steps_has_start_duration_and_state() -> None:
     log = StepLog(Instant(100, 0, thread=1, ran_ns=0))
     log.end(Instant(110, 10, thread=1, ran_ns=4), Mark.EARLY)
     log.begin(Instant(120, 20, thread=1, ran_ns=5))
-    log.end(Instant(150, 50, thread=2, ran_ns=900), Mark.RECORDED)
+    log.end(Instant(150, 50, thread=2, ran_ns=900), Mark.RECORDED, 1_000)
     assert log.to_dict() == {
         "start_ns": [100, 120],
         "duration_ns": [10, 30],
         "cpu_ns": [4, None],
+        "memory_bytes": [None, 1_000],
+        "device_memory_bytes": [None, None],
         "state": ["early", "recorded"],
     }
     assert log.processor_times(log.numbers(Mark.RECORDED)) == [], (

@@ -418,6 +418,8 @@ class CaptureRewriter:
             "start_ns": self._time,
             "duration_ns": _check_integer,
             "cpu_ns": _check_integer,
+            "memory_bytes": _check_integer,
+            "device_memory_bytes": _check_integer,
             "state": _make_word_rule(_STATES),
         }
         overhead = dict.fromkeys(_OVERHEAD, _check_number) | {"ratio_of": _make_word_rule(_RATIOS)}
