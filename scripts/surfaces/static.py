@@ -28,7 +28,7 @@ import traceloom
 from traceloom.agent.config import Config
 from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
 from traceloom.agent.metrics import METRICS, PREFIX
-from traceloom.cli import OVERVIEW, build_parser
+from traceloom.cli import build_parser, render_overview
 from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.rules import FleetRules, OwnerRule, Prices
 from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
@@ -85,7 +85,7 @@ def options(own: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def help_texts() -> str:
     """What `--help` of each verb says, laid out alike under every version of Python."""
-    parts = [OVERVIEW]
+    parts = [render_overview()]
     for words, own in every_parser().items():
         lines = [f"== traceloom {words} --help", own.usage or "", own.description or "", ""]
         for action in own._actions:  # noqa: SLF001

@@ -33,72 +33,58 @@ from traceloom.system.sanitize import sanitize
 EXIT_BROKEN_PIPE = 141
 _DISK_FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-# Verb -> description. Its module is `traceloom.cli.VERB`.
-VERBS = {
-    "record": "record a PyTorch program, without changing it",
-    "report": "show where the time of a trace or a recorded run went",
-    "whatif": "say what a change would save",
-    "simulate": "say how long a workload takes on another machine",
-    "calibrate": "fit a machine to recorded runs, or to what is measured here",
-    "replay": "run a recorded workload again, without its code and data",
-    "memory": "show whose memory it is: by scope, module, operator, line of code",
-    "diff": "compare two traces or recorded runs, and check for regressions",
-    "baseline": "keep runs as a baseline, and check later runs against it",
-    "link": "link host and device traces of all ranks into one graph",
-    "convert": "turn graphs and Chakra files into another form",
-    "validate": "say what is wrong with a set of Chakra files",
-    "show": "show what a graph or a Chakra workload is made of",
-    "generate": "make a small workload with known answers",
-    "anonymize": "make traces that can be shared, and say what they still tell",
-    "trace": "trace a job that runs",
-    "agent": "watch a host: its devices, its processes and whose they are",
-    "serve": "run the fleet's service, which keeps and analyses captures",
-    "upload": "send captures to the fleet's service",
-    "fleet": "ask the fleet's service",
-    "explain": "say what an error, a notice or a finding means, and what to do",
-    "completion": "print what makes a shell complete verbs and options",
+# Verb -> description, by what it is for. Its module is `traceloom.cli.VERB`.
+VERB_GROUPS = {
+    "Everyday": {
+        "record": "record a PyTorch program, without changing it",
+        "report": "show where the time of a trace or a recorded run went",
+        "memory": "show whose memory it is: by scope, module, operator, line of code",
+        "diff": "compare two traces or recorded runs, and check for regressions",
+        "baseline": "keep runs as a baseline, and check later runs against it",
+        "explain": "say what an error, a notice or a finding means, and what to do",
+        "completion": "print what makes a shell complete verbs and options",
+    },
+    "What if": {
+        "whatif": "say what a change would save",
+        "simulate": "say how long a workload takes on another machine",
+        "calibrate": "fit a machine to recorded runs, or to what is measured here",
+        "replay": "run a recorded workload again, without its code and data",
+    },
+    "Hosts and fleet": {
+        "trace": "trace a job that is running",
+        "agent": "watch a host: its devices, processes and jobs",
+        "serve": "run the fleet's service, which keeps and analyses captures",
+        "upload": "send captures to the fleet's service",
+        "fleet": "ask the fleet's service",
+    },
+    "Graphs and Chakra": {
+        "link": "link host and device traces of all ranks into one graph",
+        "convert": "convert graphs and Chakra files into another format",
+        "validate": "say what is wrong with a set of Chakra files",
+        "show": "show what a graph or a Chakra workload is made of",
+        "generate": "make a small workload with known answers",
+        "anonymize": "make traces that can be shared, and say what they still tell",
+    },
 }
+VERBS = {verb: summary for verbs in VERB_GROUPS.values() for verb, summary in verbs.items()}
 
-OVERVIEW = f"""\
+
+def render_overview() -> str:
+    """Returns the help of the whole: the verbs by what they are for."""
+    groups = "\n\n".join(
+        "\n".join((f"{title}:", *(f"  {verb:<12}{summary}" for verb, summary in verbs.items())))
+        for title, verbs in VERB_GROUPS.items()
+    )
+    return f"""\
 usage: traceloom VERB ...
 
 Records AI workloads, accounts for every nanosecond, shows where the time went.
 
-verbs:
-  record   {VERBS["record"]}
-             traceloom record -o run -- python train.py
-  report   {VERBS["report"]}
-             traceloom report run -o report.html
-  whatif   {VERBS["whatif"]}: traceloom whatif run --set 'kernels ~ gemm * 0.5'
-  simulate {VERBS["simulate"]}
-             traceloom simulate run --machine machine.toml
-  calibrate {VERBS["calibrate"]}
-             traceloom calibrate run -o machine.toml
-  replay   {VERBS["replay"]}: traceloom replay run
-  memory   {VERBS["memory"]}: traceloom memory run
-  diff     {VERBS["diff"]}
-             traceloom diff before after --fail-if 'step_time > 3%'
-  baseline {VERBS["baseline"]}
-             traceloom baseline compare main run --fail-if 'step_time > 3%'
-  link     {VERBS["link"]}: traceloom link run -o run.graph
-  convert  {VERBS["convert"]}
-             traceloom convert job.graph job.perfetto.json.gz
-  validate {VERBS["validate"]}
-             traceloom validate workload/ --target astra-sim
-  show     {VERBS["show"]}: traceloom show job.graph -o job.html
-  generate {VERBS["generate"]}: traceloom generate pipeline --ranks 4 -o pipe/
-  anonymize {VERBS["anonymize"]}
-             traceloom anonymize run -o shared
-  trace    {VERBS["trace"]}: traceloom trace --job slurm-42 --steps 3 -o run
-  agent    {VERBS["agent"]}: traceloom agent run
-  serve    {VERBS["serve"]}: traceloom serve --store fleet
-  upload   {VERBS["upload"]}: traceloom upload run
-  fleet    {VERBS["fleet"]}: traceloom fleet captures
-  explain  {VERBS["explain"]}
-             traceloom explain data-starved
-  completion {VERBS["completion"]}: traceloom completion bash
+{groups}
 
-Each verb explains itself: traceloom report --help. The version: traceloom --version.
+Start here, then ask each verb for help and examples: traceloom report --help
+  traceloom record -o run -- python train.py
+  traceloom report run
 """
 
 
@@ -195,7 +181,7 @@ def _select_own_arguments(arguments: list[str]) -> list[str]:
 def _dispatch(arguments: list[str]) -> int:
     verb = next((argument for argument in arguments if argument != "--debug"), "--help")
     if verb in {"-h", "--help", "help"}:
-        print(OVERVIEW, end="")
+        print(render_overview(), end="")
         return 0
     if verb in {"-V", "--version"}:
         print(f"traceloom {__version__}")

@@ -32,16 +32,15 @@ def _verb_that(does: object) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
-def test_the_overview_fits_one_screen_and_has_an_example_of_every_verb(
+def test_the_overview_fits_one_screen_and_has_every_verb(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40
-    assert max(map(len, lines)) <= 100
+    assert max(map(len, lines)) <= 80
     for verb, summary in VERBS.items():
-        assert any(verb in line and summary in line for line in lines)
-        assert any(f"traceloom {verb} " in line for line in lines)
+        assert any(line.split()[:1] == [verb] and summary in line for line in lines)
 
 
 def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
