@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -32,7 +32,7 @@ import polars as pl
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from traceloom.errors import UsageError, broken
+from traceloom.errors import UsageError, broken, nearest
 from traceloom.system import units
 from traceloom.system.files import read_small
 from traceloom.system.sanitize import sanitize
@@ -217,6 +217,20 @@ class Session:
         """Every collective call of all ranks (`analyze.collectives`), first the column `rank`."""
         return self._concat_ranks("collectives", "calls")
 
+    @property
+    def findings(self) -> pl.DataFrame:
+        """What to fix first (`findings.findings`): findings about time, the largest saving first,
+        then those about memory.
+        """
+        ranked = importlib.import_module("traceloom.findings").findings(self)
+        return pl.DataFrame(
+            [
+                {name: getattr(finding, name) for name in _FINDING_COLUMNS}
+                for finding in (*ranked.time, *ranked.memory)
+            ],
+            schema=_FINDING_COLUMNS,
+        )
+
     def _concat_ranks(self, analysis: str, frame_name: str) -> pl.DataFrame:
         # Analyses import this module, not the other way round, so they are imported on use.
         analyze = importlib.import_module("traceloom.analyze")
@@ -227,10 +241,17 @@ class Session:
             frames.append(rank_frame.select(rank, pl.all().exclude("rank")))
         return pl.concat(frames)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        is_trace_attribute = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
-        hint = f"; its traces have: session.traces[0].{name}" if is_trace_attribute else ""
-        raise AttributeError(f"a Session has no `{name}`{hint}")
+    if not TYPE_CHECKING:  # a type checker would take any attribute to exist
+
+        def __getattr__(self, name: str) -> NoReturn:
+            is_trace_attribute = name in Trace.__dataclass_fields__ or hasattr(Trace, name)
+            hint = (
+                f"its traces have: session.traces[0].{name}"
+                if is_trace_attribute
+                else nearest(name, dir(type(self))).rstrip()
+            )
+            hint = f"; {hint}" if hint else ""
+            raise AttributeError(f"a Session has no `{name}`{hint}")
 
     def _repr_html_(self) -> str:
         rows = "".join(
@@ -252,6 +273,18 @@ class Session:
         return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"
 
 
+_FINDING_COLUMNS = build_schema(
+    "slug title severity confidence saving_ns saving_fraction saving_bytes risk advice",
+    {
+        "slug": pl.String,
+        "title": pl.String,
+        "severity": pl.String,
+        "confidence": pl.Float64,
+        "saving_fraction": pl.Float64,
+        "risk": pl.String,
+        "advice": pl.String,
+    },
+)
 WARM_UP_STEPS = 3
 """Steps at the beginning of a run that are not representative, as in `overhead` of capture.json."""
 _UNRECORDED_STATE = "unrecorded"

@@ -88,3 +88,16 @@ def test_starts_and_ends_of_a_trace():
     assert Session((whole,), "run").epoch_ns == 0
     empty = TraceBuilder().build()
     assert (empty.start_ns, empty.end_ns) == (0, 0)
+
+
+def test_the_findings_of_a_session_are_a_frame() -> None:
+    made = TraceBuilder()
+    for step in range(5):
+        made.step(step, step * 1000, 900).op(
+            "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", step * 1000, 700
+        )
+        made.op("aten::mm", step * 1000 + 700, 200)
+    found = Session((made.build(),), "made").findings
+    assert "data-starved" in found["slug"].to_list()
+    assert found.filter(slug="data-starved")["saving_ns"][0] > 0
+    assert Session((TraceBuilder().build(),), "empty").findings.is_empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from traceloom.report.document import (
     format_cell,
     select_top_rows,
 )
-from traceloom.report.labels import fit_name, list_gpu_accounts, merge_notices
+from traceloom.report.labels import fit_name, merge_notices
 from traceloom.report.run import build
 from traceloom.report.sections import load_core_sections, select_visible_sections
 from traceloom.system import units
@@ -210,12 +211,9 @@ def render_markdown_table(
         yield f"| … and {len(declared.rows) - max_rows} more |{' |' * (len(columns) - 1)}"
 
 
-_COLORS = (
-    ("compute", "compute_ns", "#3b82d6"),
-    ("exposed communication", "exposed_communication_ns", "#e08a00"),
-    ("exposed memory", "exposed_memory_ns", "#c2578f"),
-    ("idle", "idle_ns", "#9aa0a6"),
-)
+_COLORS = ("#3b82d6", "#e08a00", "#c2578f", "#2f9e6e", "#8a6fd1", "#9aa0a6")
+_PICTURE_WIDTH, _PICTURE_ROWS = 640, 8
+_FONT = 'font-family="sans-serif" font-size="12" fill="currentColor"'
 
 
 @dataclass(frozen=True)
@@ -242,29 +240,34 @@ class DisplayedReport:
         return stream.getvalue()
 
     def _repr_html_(self) -> str:
-        parts = [f"<p><b>{_escape_html(self.document['answer']['sentence'])}</b></p>"]
-        for rank, account in list_gpu_accounts(self.document):
-            for device in account["devices"]:
-                total_ns = device["window_ns"] or 1
-                times: Cells = device
-                cells = "".join(
-                    f'<div title="{_escape_html(f"{label}: {units.format_duration(ns)}, {units.format_share(ns, total_ns)}")}" '
-                    f'style="width:{100 * ns / total_ns:.3f}%;background:{color}"></div>'
-                    for label, ns, color in (
-                        (label, times[key], color) for label, key, color in _COLORS
-                    )
-                )
-                name = (
-                    f"rank {'?' if rank['rank'] is None else rank['rank']}, GPU {device['device']}"
-                )
-                text = ", ".join(
-                    f"{label} {units.format_share(times[key], total_ns)}"
-                    for label, key, _ in _COLORS
-                )
-                parts.append(
-                    f"<div>{_escape_html(f'{name}: {text}')}</div>"
-                    f'<div style="display:flex;height:1em;max-width:50em;margin-bottom:.5em">{cells}</div>'
-                )
+        answer = self.document["answer"]
+        parts = [f"<p><b>{_escape_html(answer['sentence'])}</b></p>", _draw_parts(answer["parts"])]
+        cards = "".join(
+            f"<li><b>{_escape_html(finding['title'])}</b>"
+            + (
+                f", saves {units.format_share(finding['saving_fraction'] or 0, 1)} of the step"
+                if finding["saving_ns"]
+                else ""
+            )
+            + f"<br>{_escape_html(finding['advice'])}</li>"
+            for finding in self.document["findings"][: self.options.top]
+        )
+        parts.append(f"<h4>What to fix first</h4><ol>{cards}</ol>" if cards else "")
+        steps = [
+            (f"step {step['step']}", step["duration_ns"])
+            for rank in self.document["ranks"][:1]
+            for step in rank["steps"]
+            if step["complete"]
+        ]
+        parts.append(_draw_bars("Steps", steps[-_PICTURE_ROWS:]))
+        work: Sequence[Cells] = self.document["kernels"] or self.document["operators"]
+        time = "total_ns" if self.document["kernels"] else "self_ns"
+        largest = [(fit_name(row["name"], 40), row[time]) for row in work[:_PICTURE_ROWS]]
+        parts.append(
+            _draw_bars(
+                "Largest kernels" if self.document["kernels"] else "Largest operators", largest
+            )
+        )
         parts.append(
             _render_html_table(
                 "GPU work", self.document["kernels"], ("total_ns", "mean_ns"), self.options.top
@@ -295,6 +298,39 @@ def show(session: Session, options: ReportOptions | None = None) -> DisplayedRep
 
 def _escape_html(text: str) -> str:
     return escape(sanitize(text))
+
+
+def _draw_parts(parts: Sequence[Cells]) -> str:
+    """Draws the parts of the step as one bar, with a legend."""
+    x, bars, legend = 0.0, [], []
+    for part, color in zip(
+        parts, itertools.chain(_COLORS, itertools.repeat(_COLORS[-1])), strict=False
+    ):
+        text = _escape_html(f"{part['label']} {units.format_share(part['fraction'], 1)}")
+        width = part["fraction"] * _PICTURE_WIDTH
+        bars.append(
+            f'<rect x="{x:.1f}" width="{width:.1f}" height="16" fill="{color}"><title>{text}</title></rect>'
+        )
+        legend.append(f'<span style="color:{color}">&#9632;</span> {text}')
+        x += width
+    picture = f'<svg width="{_PICTURE_WIDTH}" height="16" role="img">{"".join(bars)}</svg>'
+    return (
+        f"<div>{picture}</div><div>{' &nbsp; '.join(legend[: len(_COLORS)])}</div>" if bars else ""
+    )
+
+
+def _draw_bars(title: str, rows: Sequence[tuple[str, int]]) -> str:
+    """Draws durations as one bar each, with their names."""
+    longest = max((ns for _, ns in rows), default=0)
+    if not longest:
+        return ""
+    bars = "".join(
+        f'<text x="230" y="{20 * k + 13}" text-anchor="end" {_FONT}>{_escape_html(name)}</text>'
+        f'<rect x="240" y="{20 * k + 2}" width="{300 * ns / longest:.1f}" height="14" fill="{_COLORS[0]}"/>'
+        f'<text x="{246 + 300 * ns / longest:.1f}" y="{20 * k + 13}" {_FONT}>{units.format_duration(ns)}</text>'
+        for k, (name, ns) in enumerate(rows)
+    )
+    return f'<h4>{title}</h4><svg width="{_PICTURE_WIDTH}" height="{20 * len(rows)}" role="img">{bars}</svg>'
 
 
 def _render_html_table(
