@@ -106,3 +106,17 @@ def _running(programs: str) -> int:
 
     until(answers)
     return port
+
+
+def copied(address: str) -> str:
+    """The address of a copy of a database, as a backup that was put back."""
+    import psycopg
+
+    server, _, name = address.rpartition("/")
+    copy = f"fleet{next(_numbers)}"
+    with psycopg.connect(f"{server}/postgres", autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", [name]
+        )
+        connection.execute(f"CREATE DATABASE {copy} TEMPLATE {name}")
+    return f"{server}/{copy}"

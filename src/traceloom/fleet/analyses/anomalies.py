@@ -56,7 +56,8 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
     """
     rank_hosts = (
         devices.select("capture", "rank", "host")
-        .unique(["capture", "rank"])
+        .group_by("capture", "rank")
+        .agg(pl.col("host").max())
         .filter(pl.col("host").is_not_null())
     )
     jobs = captures.select("capture", job=pl.coalesce("job", "capture"))
@@ -90,7 +91,7 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
     times = (
         devices.filter(pl.col("rank").is_not_null())
         .group_by("capture", "rank")
-        .agg(pl.col("compute_ns").sum(), pl.col("host").last())
+        .agg(pl.col("compute_ns").sum(), pl.col("host").max())
         .filter(pl.col("compute_ns") > 0)
     )
     rank_distances = (
@@ -100,7 +101,7 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
         .join(
             captures.select("capture", "start_ns", job=pl.coalesce("job", "capture")), on="capture"
         )
-        .sort("start_ns")
+        .sort("start_ns", "capture")
         .group_by("job", "rank")
         .agg(pl.col("distance").median(), pl.col("host").last(), captures=pl.len())
     )

@@ -252,7 +252,7 @@ def compute_savings(
     )
     people = [name for name in by if name not in (RULE_DIMENSION, "job")]
     jobs = (
-        owned_captures.sort("start_ns")
+        owned_captures.sort("start_ns", "capture")
         .group_by("job")
         .agg(pl.col(people).last(), analysed=pl.len())
         .join(job_times, on="job")

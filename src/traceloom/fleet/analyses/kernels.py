@@ -155,14 +155,17 @@ def list_top_kernels(
     """
     has_clock, has_model = pl.col("clock_hz").is_not_null(), pl.col("roofline_ns").is_not_null()
     ns = pl.col("total_ns")
-    kernel_sums = kernels.group_by("kernel").agg(
-        pl.col("kind").first(),
-        pl.col("count").sum(),
-        ns.sum(),
+    kind_sums = kernels.group_by("kernel", "kind").agg(
+        pl.col("count", "total_ns", "roofline_ns").sum(),
         cycles=(ns * pl.col("clock_hz") / 1e9).sum(),
         cycles_known_ns=ns.filter(has_clock).sum(),
         roofline_known_ns=ns.filter(has_model).sum(),
-        roofline_ns=pl.col("roofline_ns").sum(),
+    )
+    # A kernel may be of several kinds, by the operators that launch it: the one with most GPU time.
+    kernel_sums = (
+        kind_sums.sort("total_ns", "kind", descending=[True, False])
+        .group_by("kernel", maintain_order=True)
+        .agg(pl.col("kind").first(), pl.exclude("kind").sum())
     )
     kernel_totals = kernel_sums.with_columns(
         fraction=pl.when(ns.sum() > 0).then(ns / ns.sum()),

@@ -332,8 +332,7 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
                 if size is not None:  # a signed URL accepts anything
                     service.objects.delete(name)
         if not wrong:
-            service.state.complete_capture(capture.id, __version__)
-            service.pipeline.wake()
+            service.pipeline.accept(capture)
         return wrong
 
     wrong = await asyncio.to_thread(finish)

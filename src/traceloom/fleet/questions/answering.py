@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from polars.exceptions import PanicException, PolarsError
 
 from traceloom.errors import UsageError
 from traceloom.fleet.questions.declaration import Period, Question, QuestionFrames, TimeQuery
@@ -21,6 +23,7 @@ from traceloom.fleet.store.tables import Tables
 from traceloom.server.problem import HttpError
 
 T = TypeVar("T")
+LOG = logging.getLogger(__name__)
 
 MAX_CONCURRENT = 2
 """Max answers of a cache that are computed at once; those from the tables use all cores."""
@@ -224,6 +227,18 @@ class QueryService:
             ) from error
         except UsageError as error:
             raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
+        except (
+            OSError,
+            PolarsError,
+            PanicException,
+        ) as error:  # Polars panics at a file that was cut
+            LOG.warning("the tables cannot be read: %s", error)
+            raise HttpError(
+                503,
+                "a file of the tables cannot be read",
+                slug="unreadable",
+                hint="its log names it",
+            ) from error
 
     def _ended(self, working: asyncio.Future[Any]) -> None:
         self._waiting -= 1

@@ -14,16 +14,17 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import date
+from datetime import date, timedelta
+from pathlib import Path
 
 import msgspec
 import polars as pl
 
-from traceloom import errors
+from traceloom import __version__, errors
 from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
-from traceloom.errors import OutputError, TraceloomError
+from traceloom.errors import InputError, OutputError, TraceloomError
 from traceloom.fleet.service.worker import read_jobs
-from traceloom.fleet.store.captures import ServiceState, TaskRecord
+from traceloom.fleet.store.captures import CaptureRecord, ServiceState, TaskRecord
 from traceloom.fleet.store.hosts import JobFacts
 from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import (
@@ -89,7 +90,8 @@ def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
 
     `term`: term by which this service leads.
     """
-    batch = state.open_job_facts(MAX_JOBS_IN_BATCH, term)
+    source = f"jobs {state.identity}"
+    batch = state.open_job_facts(MAX_JOBS_IN_BATCH, term, tables.last_number("jobs", source))
     if batch is None:
         return 0
     number, waiting = batch
@@ -109,9 +111,7 @@ def commit_jobs(state: ServiceState, tables: Tables, term: str) -> int:
         }
         for pending in waiting
     ]
-    tables.commit(
-        f"jobs {state.identity}", number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)}
-    )
+    tables.commit(source, number, {"jobs": pl.DataFrame(rows, infer_schema_length=None)})
     state.close_job_facts(number, term)
     return len(waiting)
 
@@ -141,7 +141,9 @@ def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
     A host sends its minutes in order, so it will never send those it skipped: its devices are
     recorded as unreachable then. `term`: term by which this service leads.
     """
-    batch = state.open_usage(MAX_USAGE_ROWS_IN_BATCH, term)
+    source = f"usage {state.identity}"
+    last = tables.last_number("usage_minute", source)
+    batch = state.open_usage(MAX_USAGE_ROWS_IN_BATCH, term, last)
     if batch is None:
         return 0
     number, waiting = batch
@@ -178,7 +180,7 @@ def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
         pl.DataFrame(observed, schema=_USAGE_TYPES, orient="row"), due
     )
     tables.commit(
-        f"usage {state.identity}",
+        source,
         number,
         {"usage_minute": minute_rows, "usage_hour": compute_usage_hours(minute_rows)},
     )
@@ -216,7 +218,9 @@ class TableWriter:
         Raises:
             TraceloomError: `not-leading`, or a store does not respond.
         """
-        batch = self.state.open_batch(MAX_IN_BATCH, term)
+        source = f"captures {self.state.identity}"
+        last = self.tables.last_number("captures", source)
+        batch = self.state.open_batch(MAX_IN_BATCH, term, last)
         if batch is None:
             if not minutes:
                 return 0
@@ -224,20 +228,61 @@ class TableWriter:
                 self.state, self.tables, term
             )
         frames: dict[str, list[pl.DataFrame]] = defaultdict(list)
+        tasks, lost = [], []
         for task in batch.tasks:
-            for name, frame in unpack_rows(
-                b"".join(self.objects.chunks(get_rows_name(task))), task.capture
-            ).items():
+            try:
+                content = b"".join(self.objects.chunks(get_rows_name(task)))
+            except InputError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                lost.append(task.id)  # it was committed already, before the state went back
+                continue
+            tasks.append(task)
+            for name, frame in unpack_rows(content, task.capture).items():
                 frames[name].append(frame)
-        replaced = [task.capture for task in batch.tasks] if batch.again else []
+        self.state.analyse_again(lost, term)
+        replaced = [task.capture for task in tasks] if batch.again else []
         rows = {name: pl.concat(parts) for name, parts in frames.items()}
-        for (job, start_ns), facts in collect_capture_facts(rows["captures"]).items():
-            self.state.say_of_jobs({job: facts}, start_ns)
-        self.tables.commit(f"captures {self.state.identity}", batch.number, rows, replaced)
+        if rows:
+            for (job, start_ns), facts in collect_capture_facts(rows["captures"]).items():
+                self.state.say_of_jobs({job: facts}, start_ns)
+        self.tables.commit(source, batch.number, rows, replaced)
         self.state.close_batch(batch.number, term)
-        for task in batch.tasks:
+        for task in tasks:
             self.objects.delete(get_rows_name(task))
         return len(batch.tasks)
+
+    def reconcile(self, term: str) -> int:
+        """Holds the state against the tables and files, where one of them may have gone back, as
+        from a backup or by a failover; returns the number of captures that are analysed again.
+
+        These are the captures whose rows are not in the tables, and those that the state does not
+        know, though their announcement is with their files. Minutes that the tables hold are not
+        taken again. Errors as for `commit`.
+        """
+        committed = self.state.committed_tasks()  # before the tables, which may get more
+        captures = self.tables.scan("captures").select("capture").unique().collect()["capture"]
+        missing = committed.keys() - set(captures)
+        self.state.analyse_again([committed[capture] for capture in missing], term)
+        first, known = self.state.list_unsettled()
+        unknown = [
+            name
+            for prefix in _list_announcement_prefixes(first)
+            for name in self.objects.names(prefix)
+            if Path(name).stem not in known
+        ]
+        for name in unknown:
+            content = b"".join(self.objects.chunks(name))
+            record = msgspec.json.decode(content, type=CaptureRecord)
+            self.state.add_capture(record)
+            self.state.complete_capture(record.id, __version__, again=True)
+        last = self.tables.last_number("usage_minute", f"usage {self.state.identity}")
+        if last > self.state.number("usage"):
+            minutes = self.tables.scan("usage_minute").group_by("host").agg(pl.col("time_ns").max())
+            self.state.skip_usage(
+                {host: time_ns // _MINUTE_NS for host, time_ns in minutes.collect().iter_rows()}
+            )
+        return len(missing) + len(unknown)
 
     def compact(self, today: date) -> None:
         """Runs the daily maintenance; errors as for `Tables.compact`."""
@@ -273,6 +318,10 @@ class WriterProcess:
     def commit(self, term: str, *, minutes: bool = True) -> int:
         """Commits a batch; returns its size."""
         return self._ask("commit", term=term, minutes=minutes)
+
+    def reconcile(self, term: str) -> int:
+        """Holds the state against tables and files."""
+        return self._ask("reconcile", term=term)
 
     def compact(self, today: date) -> None:
         """Runs the daily maintenance."""
@@ -336,6 +385,22 @@ def get_rows_name(task: TaskRecord) -> str:
     return f"analysed/{task.id}.zip"
 
 
+def get_announcement_name(capture: CaptureRecord) -> str:
+    """Returns the object name of the record of a complete capture, from which a state that went
+    back gets it again.
+    """
+    return f"announced/{capture.day}/{capture.id}.json"
+
+
+def _list_announcement_prefixes(first: str) -> list[str]:
+    """Returns the folders of records from the day before the given one on ("": of all days)."""
+    if not first:
+        return ["announced"]
+    begin = date.fromisoformat(first) - timedelta(days=1)  # clocks of services differ
+    days = (get_utc_day(time.time_ns()) - begin).days + 1
+    return [f"announced/{begin + timedelta(days=ago)}" for ago in range(days + 1)]
+
+
 def main() -> None:
     """Executes commands from lines of JSON on standard input, until that ends."""
     # Ctrl-C in a terminal reaches all processes; the service ends this one.
@@ -356,6 +421,8 @@ def main() -> None:
                 )
             if job["do"] == "commit":
                 answer["count"] = writer.commit(job["term"], minutes=job["minutes"])
+            elif job["do"] == "reconcile":
+                answer["count"] = writer.reconcile(job["term"])
             elif job["do"] == "compact":
                 writer.compact(date.fromisoformat(job["today"]))
             else:

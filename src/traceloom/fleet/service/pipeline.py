@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from typing import Literal
 
+import msgspec
+
 from traceloom import __version__
 from traceloom.errors import TraceloomError
 from traceloom.fleet.service.committer import (
     MAX_IN_BATCH,
     TableWriter,
     WriterProcess,
+    get_announcement_name,
     get_rows_name,
 )
 from traceloom.fleet.service.tasks import (
@@ -103,6 +106,9 @@ class CapturePipeline:
         self.holder = secrets.token_hex(8)
         self.term = ""  # under which this service leads: a new name each time it becomes leader
         self._leads_until = 0.0  # monotonic clock: it advances while suspended
+        self.commit_error = ""  # why the last commit failed
+        self._settled_at = time.monotonic()  # when rows were committed last, or none waited
+        self._reconciled = ""  # the term in which state and tables were held against each other
         self._writing = threading.Lock()  # there is only one writer of the tables
         self._stop = threading.Event()
         self._more = threading.Event()  # a task may be available
@@ -138,9 +144,24 @@ class CapturePipeline:
         """
         return bool(self.term) and time.monotonic() < self._leads_until
 
+    @property
+    def commit_delay_s(self) -> float:
+        """For how long rows have waited though this service leads, in seconds."""
+        return time.monotonic() - self._settled_at if self.leads else 0.0
+
     def wake(self) -> None:
         """Wakes up a worker, as a task was added."""
         self._more.set()
+
+    def accept(self, capture: CaptureRecord) -> None:
+        """Takes a capture whose files are all in the store, and queues its analysis; idempotent.
+
+        Its record goes to the files, so that a state from a backup need not know it.
+        """
+        record = msgspec.structs.replace(capture, complete=False)
+        self.objects.put(get_announcement_name(capture), msgspec.json.encode(record))
+        self.state.complete_capture(capture.id, __version__)
+        self.look()
 
     def work(self) -> bool:
         """Takes a task and processes it as far as possible; returns False if none waits."""
@@ -179,10 +200,21 @@ class CapturePipeline:
             if self.state.lead(LEADER, term, self.lease_s):
                 self.term = term
         self._leads_until = until
+        if not self.term:
+            self._settled_at = time.monotonic()
 
     def commit(self, *, minutes: bool = True) -> int:
         """Commits a batch to the tables, as `TableWriter.commit`."""
         return self._writer.commit(self.term, minutes=minutes)
+
+    def reconcile(self) -> None:
+        """Holds the state against tables and files, as `TableWriter.reconcile`."""
+        term = self.term
+        if count := self._writer.reconcile(term):
+            message = "%d captures are analysed again: the state or the tables went back"
+            _log.warning(message, count)
+            self.look()
+        self._reconciled = term
 
     def compact(self, nightly: bool = False) -> bool:
         """Runs the daily maintenance of the tables; returns False if it is not due. Only the leader
@@ -300,6 +332,8 @@ class CapturePipeline:
             try:
                 minutes, max_count = time.monotonic() >= self._next_usage_commit_s, 0
                 with self._writing:
+                    if self.leads and self._reconciled != self.term:
+                        self.reconcile()
                     while (
                         self.leads
                         and not self._stop.is_set()
@@ -308,17 +342,21 @@ class CapturePipeline:
                         count = self.commit(minutes=minutes)
                         if not count:
                             break
+                        self._settled_at = time.monotonic()
                         max_count = max(max_count, count)
                     self._writer.rest()
+                self._settled_at = time.monotonic()
                 if minutes and self.leads:
                     rounds = _ROUNDS_WHEN_MANY if max_count > _MANY else _ROUNDS
                     self._next_usage_commit_s = time.monotonic() + rounds * self.commit_s
                 if self.leads and not self._stop.is_set():
                     self.compact(nightly=True)
             except TraceloomError as error:
+                self.commit_error = str(error)
                 _log.warning("rows could not be committed: %s", error)
                 self._stop.wait(_ERROR_PAUSE_S)
-            except Exception:  # noqa: BLE001  (as above)
+            except Exception as error:  # noqa: BLE001  (as above)
+                self.commit_error = str(error)
                 _log.exception("rows could not be committed")
                 self._stop.wait(_ERROR_PAUSE_S)
 
@@ -327,5 +365,6 @@ class CapturePipeline:
             try:
                 self.lead()
             except TraceloomError as error:  # it leads until its lease expires
+                self._reconciled = ""  # another database may answer next
                 _log.warning("%s", error)
             self._stop.wait(self.lease_s / 3)

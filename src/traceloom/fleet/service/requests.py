@@ -942,6 +942,5 @@ class RequestCompletion:
                     self.pipeline.objects.put_file(
                         f"{get_capture_directory(record)}/{path.name}", path
                     )
-                self.pipeline.state.complete_capture(record.id, __version__)
-                self.pipeline.wake()
+                self.pipeline.accept(record)
         return record.id, faults

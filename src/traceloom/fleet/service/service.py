@@ -15,6 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -32,6 +33,7 @@ from traceloom.fleet.service.tasks import Engine
 from traceloom.fleet.service.webhooks import WebhookAddressPolicy, WebhookDispatcher
 from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 from traceloom.fleet.triggers import FleetTriggerEngine
 from traceloom.server.access import ConnectionLimiter
@@ -81,6 +83,11 @@ _DECLARED_METRICS = (
     ),
     FleetMetric(
         "traceloom_fleet_usage_waiting", "gauge", "Minutes of hosts that are not in the tables yet."
+    ),
+    FleetMetric(
+        "traceloom_fleet_commit_delay_seconds",
+        "gauge",
+        "Time since the service that leads last put rows into the tables, or had none to put.",
     ),
     FleetMetric(
         "traceloom_fleet_memory_bytes",
@@ -155,6 +162,8 @@ class FleetMetricsCollector:
     def _read_metrics(self) -> Iterator[Reading]:
         service = self.service
         yield Reading("traceloom_fleet_leads", (), float(service.pipeline.leads))
+        delay_s = service.pipeline.commit_delay_s
+        yield Reading("traceloom_fleet_commit_delay_seconds", (), delay_s)
         for task_state, tasks in service.state.counts().items():
             yield Reading("traceloom_fleet_tasks", (task_state,), tasks)
         yield Reading("traceloom_fleet_usage_waiting", (), service.state.waiting_minutes())
@@ -203,6 +212,7 @@ class FleetMetricsCollector:
 
 DEFAULT_ADDRESS = "127.0.0.1:9466"
 _POLL_INTERVAL_S = 0.2
+_LATE_COMMIT_S = 300.0
 
 _log = logging.getLogger(__name__)
 
@@ -322,9 +332,15 @@ class FleetService:
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
             self._run_check("files", self.objects.url, self._check_object_store),
-            self._run_check("tables", self.tables.url, lambda: self.tables.scan("captures")),
+            *(
+                self._check_tables()
+                or [forms.FleetCheck(name="tables", works=True, text=self.tables.url)]
+            ),
             self._run_check("engine", "", self.pipeline.engine.check),
         ]
+        if (delay_s := self.pipeline.commit_delay_s) > _LATE_COMMIT_S:
+            text = f"no rows could be committed for {delay_s / 60:.0f} min: {self.pipeline.commit_error}"
+            checks.append(forms.FleetCheck(name="commits", works=False, text=text))
         for task in self.state.quarantined(10):
             text = f"{task.capture} by {task.version}: {task.error}"
             help_text = "once its cause is gone: traceloom fleet backfill --again"
@@ -332,6 +348,14 @@ class FleetService:
                 forms.FleetCheck(name="quarantine", works=False, text=text, help=help_text)
             )
         return forms.FleetCheckResponse(checks=checks, tasks=counts)
+
+    def _check_tables(self) -> list[forms.FleetCheck]:
+        """Returns a failed check for each table that cannot be read."""
+        checks = [
+            self._run_check(f"table {name}", "table", partial(self.tables.version, name))
+            for name in SCHEMAS
+        ]
+        return [check for check in checks if not check.works]
 
     def _run_check(
         self, name: str, location: str, action: Callable[[], object]

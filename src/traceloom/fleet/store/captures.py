@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
@@ -131,12 +131,15 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             [row] = self._rows(connection, "SELECT * FROM captures WHERE id = :id", id=record.id)
             return _build_capture(row)
 
-    def complete_capture(self, capture: str, version: str) -> None:
-        """Marks a capture as complete and queues its analysis by `version`; idempotent."""
+    def complete_capture(self, capture: str, version: str, *, again: bool = False) -> None:
+        """Marks a capture as complete and queues its analysis by `version`; idempotent.
+
+        `again`: The tables may hold rows of it, which are to be replaced.
+        """
         with self._transaction() as connection:
             statement = "UPDATE captures SET complete = 1 WHERE id = :id AND complete = 0"
             if self._change(connection, statement, id=capture):
-                self._add_task(connection, capture, version, again=False)
+                self._add_task(connection, capture, version, again=again)
 
     def capture(self, name: str) -> CaptureRecord | None:
         """Returns a capture; None if it does not exist."""
@@ -163,6 +166,26 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
             return [_build_capture(row) for row in rows]
 
+    def list_unsettled(self) -> tuple[str, set[str]]:
+        """Returns the first day of which a state that went back may lack complete captures ("": any
+        day), and those from then on that it has.
+
+        Captures that are not complete yet belong to the day of their announcement.
+        """
+        with self._transaction() as connection:
+            [row] = self._rows(
+                connection,
+                "SELECT MAX(CASE WHEN complete = 1 THEN day END) AS newest, "
+                "MIN(CASE WHEN complete = 0 THEN day END) AS open FROM captures",
+            )
+            first = min(row["newest"] or "", row["open"] or row["newest"] or "")
+            rows = self._rows(
+                connection,
+                "SELECT id FROM captures WHERE complete = 1 AND day >= :first",
+                first=first,
+            )
+            return first, {row["id"] for row in rows}
+
     # tasks
 
     def _add_task(self, connection: Connection, capture: str, version: str, *, again: bool) -> int:
@@ -181,31 +204,23 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def claim(self, holder: str, lease_s: float) -> TaskRecord | None:
         """Leases the longest-waiting task for `lease_s` seconds; returns None if none wait.
 
-        A task whose lease expired three times is quarantined: presumably its workers crashed
-        because of it.
+        A lease that expired says nothing about the task, as its service may have been killed: it
+        is no attempt. Other tasks come first, in case the task was the cause.
         """
         with self._transaction() as connection:
             now = self._now_ns(connection)
-            self._change(
-                connection,
-                "UPDATE tasks SET state = 'quarantined', holder = '', error = CASE WHEN error = '' THEN "
-                "'whoever worked on it ended before it did' ELSE error END "
-                "WHERE state IN ('received', 'checked') AND free_at_ns <= :now AND attempts >= :most",
-                now=now,
-                most=ATTEMPTS,
-            )
             skipping = "" if self._lite else " FOR UPDATE SKIP LOCKED"
             rows = self._rows(
                 connection,
                 "SELECT id FROM tasks WHERE state IN ('received', 'checked') AND free_at_ns <= :now "  # noqa: S608
-                f"ORDER BY created_ns, id LIMIT 1{skipping}",
+                f"ORDER BY CASE WHEN holder = '' THEN 0 ELSE 1 END, created_ns, id LIMIT 1{skipping}",
                 now=now,
             )
             if not rows:
                 return None
             self._change(
                 connection,
-                "UPDATE tasks SET holder = :holder, free_at_ns = :until, attempts = attempts + 1 WHERE id = :id",
+                "UPDATE tasks SET holder = :holder, free_at_ns = :until WHERE id = :id",
                 holder=holder,
                 until=now + int(lease_s * 1e9),
                 id=rows[0]["id"],
@@ -241,8 +256,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             now = self._now_ns(connection)
             self._held(
                 connection,
-                "error = :error, holder = '', free_at_ns = :now + :wait * attempts, "
-                "state = CASE WHEN :final = 1 OR attempts >= :most THEN 'quarantined' ELSE state END",
+                "error = :error, holder = '', attempts = attempts + 1, free_at_ns = :now + :wait * (attempts + 1), "
+                "state = CASE WHEN :final = 1 OR attempts + 1 >= :most THEN 'quarantined' ELSE state END",
                 task,
                 holder,
                 error=error[:_ERROR_CHARACTERS],
@@ -256,8 +271,9 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         """Releases a task to other workers after `wait_s` seconds, without counting the attempt."""
         with self._transaction() as connection:
             free_at = self._now_ns(connection) + int(wait_s * 1e9)
-            change = "holder = '', free_at_ns = :free_at, attempts = attempts - 1"
-            self._held(connection, change, task, holder, free_at=free_at)
+            self._held(
+                connection, "holder = '', free_at_ns = :free_at", task, holder, free_at=free_at
+            )
 
     def _held(
         self, connection: Connection, change: str, task: str, holder: str, **values: object
@@ -341,17 +357,54 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         with self._transaction() as connection:
             return any(self._rows(connection, f"SELECT 1 FROM {rows} LIMIT 1") for rows in waiting)  # noqa: S608
 
-    def open_batch(self, limit: int, term: str) -> Batch | None:
-        """Returns the batch to commit: one that was begun but not finished, else a new one of
-        waiting tasks.
+    def committed_tasks(self) -> dict[str, str]:
+        """Returns the latest task of each capture whose rows should be in the tables."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection,
+                "SELECT capture, id FROM tasks WHERE state = 'committed' ORDER BY created_ns",
+            )
+            return {row["capture"]: row["id"] for row in rows}
 
-        Either all tasks of a batch replace earlier rows or none do.
+    def analyse_again(self, tasks: Iterable[str], term: str) -> None:
+        """Queues tasks once more, whose rows are neither in the tables nor waiting for them.
 
         Raises:
             OutputError: `not-leading`: `term` does not lead.
         """
         with self._transaction() as connection:
             self._check_leader(connection, term)
+            for task in tasks:
+                self._change(
+                    connection,
+                    "UPDATE tasks SET state = 'received', again = 1, batch = NULL, holder = '', free_at_ns = 0 "
+                    "WHERE id = :id",
+                    id=task,
+                )
+
+    def open_batch(self, limit: int, term: str, above: int = 0) -> Batch | None:
+        """Returns the batch to commit: one that was begun but not finished, else a new one of
+        waiting tasks.
+
+        Either all tasks of a batch replace earlier rows or none do.
+
+        Args:
+            limit: Max tasks of a new batch.
+            term: Term by which this service leads.
+            above: Number of the last batch in the tables. Where it is higher than any that this
+                state knows, the state went back: what it has not committed may be in the tables.
+
+        Raises:
+            OutputError: `not-leading`: `term` does not lead.
+        """
+        with self._transaction() as connection:
+            self._check_leader(connection, term)
+            [row] = self._rows(connection, "SELECT COALESCE(MAX(number), 0) AS last FROM batches")
+            if row["last"] < above:
+                statement = (
+                    "UPDATE tasks SET again = 1 WHERE state <> 'committed' AND batch IS NULL"
+                )
+                self._change(connection, statement)
             rows = self._rows(connection, "SELECT * FROM batches WHERE done = 0 ORDER BY number")
             if not rows:
                 waiting = self._rows(
@@ -365,8 +418,8 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 again = waiting[0]["again"]
                 self._change(
                     connection,
-                    "INSERT INTO batches (number, again, done) "
-                    "SELECT COALESCE(MAX(number), 0) + 1, :again, 0 FROM batches",
+                    "INSERT INTO batches (number, again, done) VALUES (:number, :again, 0)",
+                    number=max(row["last"], above) + 1,
                     again=again,
                 )
                 rows = self._rows(connection, "SELECT * FROM batches WHERE done = 0")

@@ -208,7 +208,7 @@ class StateDatabase:
         return connection.execute(self._text(statement), values).rowcount
 
     def _open_rows(
-        self, table: str, key: tuple[str, ...], series: str, limit: int, term: str
+        self, table: str, key: tuple[str, ...], series: str, limit: int, *, term: str, above: int
     ) -> Sequence[RowMapping]:
         """Returns the rows of the batch to put into the tables; empty if none wait.
 
@@ -221,6 +221,7 @@ class StateDatabase:
             series: Namespace of the numbers.
             limit: Max rows of a new batch.
             term: Term by which this service leads.
+            above: Last number that the tables hold: a new batch gets a higher one.
 
         Raises:
             OutputError: `not-leading`.
@@ -235,9 +236,10 @@ class StateDatabase:
             if not rows and (waiting := self._rows(connection, new, most=limit)):
                 self._change(
                     connection,
-                    "INSERT INTO numbers (name, value) VALUES (:name, 1) "
-                    "ON CONFLICT (name) DO UPDATE SET value = numbers.value + 1",
+                    "INSERT INTO numbers (name, value) VALUES (:name, :above + 1) ON CONFLICT (name) DO UPDATE "
+                    "SET value = CASE WHEN numbers.value < :above THEN :above ELSE numbers.value END + 1",
                     name=series,
+                    above=above,
                 )
                 [row] = self._rows(
                     connection, "SELECT value FROM numbers WHERE name = :name", name=series

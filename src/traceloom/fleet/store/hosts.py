@@ -174,16 +174,32 @@ class HostState(TriggerState):
             [row] = self._rows(connection, "SELECT COUNT(*) AS waiting FROM usage_waiting")
             return int(row["waiting"])
 
-    def open_usage(self, limit: int, term: str) -> tuple[int, list[PendingMinute]] | None:
+    def skip_usage(self, through: Mapping[str, int]) -> None:
+        """Takes the minutes of hosts up to these, which the tables hold, as received."""
+        with self._transaction() as connection:
+            for host, minute in through.items():
+                for statement in (
+                    "UPDATE hosts SET usage_through = :minute WHERE host = :host AND usage_through < :minute",
+                    "DELETE FROM usage_waiting WHERE host = :host AND minute <= :minute",
+                    "UPDATE usage_waiting SET since = :minute + 1 WHERE host = :host AND since <= :minute",
+                ):
+                    self._change(connection, statement, host=host, minute=minute)
+
+    def open_usage(
+        self, limit: int, term: str, above: int = 0
+    ) -> tuple[int, list[PendingMinute]] | None:
         """Returns the number and the minutes of the batch to put into the tables; None if none
         wait.
 
-        A batch that was begun but not finished comes first.
+        A batch that was begun but not finished comes first; a new one has a number above that
+        given, the last in the tables.
 
         Raises:
             OutputError: `not-leading`: `term` does not lead.
         """
-        rows = self._open_rows("usage_waiting", ("minute", "host"), "usage", limit, term)
+        rows = self._open_rows(
+            "usage_waiting", ("minute", "host"), "usage", limit, term=term, above=above
+        )
         waiting = [
             PendingMinute(row["host"], row["minute"], row["since"], row["document"]) for row in rows
         ]
@@ -265,15 +281,19 @@ class JobFactState(StateDatabase):
                 )
         return changes
 
-    def open_job_facts(self, limit: int, term: str) -> tuple[int, list[PendingFacts]] | None:
+    def open_job_facts(
+        self, limit: int, term: str, above: int = 0
+    ) -> tuple[int, list[PendingFacts]] | None:
         """Returns the number and the facts of the batch to put into the tables; None if none wait.
 
-        A batch that was begun but not finished comes first.
+        Batches and `above` are as for `open_usage`.
 
         Raises:
             OutputError: `not-leading`: `term` does not lead.
         """
-        rows = self._open_rows("job_facts", ("since_ns", "job"), "jobs", limit, term)
+        rows = self._open_rows(
+            "job_facts", ("since_ns", "job"), "jobs", limit, term=term, above=above
+        )
         waiting = [
             PendingFacts(
                 row["job"], row["since_ns"], msgspec.json.decode(row["document"], type=JobFacts)

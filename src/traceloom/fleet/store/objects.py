@@ -1,7 +1,7 @@
 """Files of the service, in a directory or in an object store (S3, Google Cloud Storage or Azure).
 
-Captures are in `captures/DAY/ID/NAME`, rows that wait for their commit in `analysed/TASK.zip`,
-rendered pages in `reports/`. Objects are written atomically and never changed afterwards.
+Captures are in `captures/DAY/ID/NAME`, their records in `announced/DAY/ID.json`, rows that wait for
+their commit in `analysed/TASK.zip`, rendered pages in `reports/`. Objects are written atomically and never changed afterwards.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Concurrent writers of several processes would lose each other's commits, so a si
 a batch of rows for several tables has a number, and each table records the number of the last batch
 it holds (a Delta application transaction). An interrupted batch is committed again under its
 number: tables that already hold it are left unchanged and the others take it, so that no row is
-lost or duplicated.
+lost or duplicated. A state that went back, as from a backup, counts on from the last number that
+the tables hold (`last_number`), so that a number never stands for two batches.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import polars as pl
 from polars.exceptions import PanicException, PolarsError
 
-from traceloom.errors import InputError, OutputError, other_version
+from traceloom.errors import InputError, OutputError, TraceloomError, other_version
+from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import SCHEMAS, VERSION, compute_usage_hours
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ _CONFIGURATION = {
     "delta.logRetentionDuration": "interval 7 days",
 }
 _LATE_DAYS = 3  # a host keeps minutes for two days while it cannot reach the service
+_LOG_ENTRY = re.compile(r"[0-9]{20}\.json")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # of a capture; used in a predicate
 
 
@@ -112,6 +116,13 @@ class Tables:
     def version(self, name: str) -> int:
         """Returns the version of the last commit to a table; errors as for `scan`."""
         return self._open(name).version()
+
+    def last_number(self, name: str, source: str) -> int:
+        """Returns the number of the last batch that a table holds, 0 if none; errors as for `scan`.
+
+        `name`: The first table that such batches have rows of, which they are committed to first.
+        """
+        return self._open(name).transaction_version(source) or 0
 
     def commit(
         self,
@@ -232,13 +243,36 @@ class Tables:
             table = DeltaTable(self.address(name), storage_options=self.options)
             version = table.transaction_version(_SCHEMA)
         except (DeltaError, OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
+            reason, lost = str(error).partition("\n")[0], self._find_lost_entries(name)
+            if lost:
+                reason = (
+                    f"{', '.join(lost[:5])} of its log {'is' if len(lost) == 1 else 'are'} lost"
+                )
             raise InputError(
                 f"the table cannot be read: {reason}", slug="unreadable", where=self.address(name)
             ) from error
         if version != VERSION:
             raise other_version("table", version, VERSION, self.address(name))
         return table
+
+    def _find_lost_entries(self, name: str) -> list[str]:
+        """Returns the files that the log of a table lacks: entries have consecutive numbers, and
+        begin at 0 where there is no checkpoint.
+        """
+        log = f"tables/{SCHEMAS[name].name}/_delta_log"
+        try:
+            paths = [Path(path) for path in ObjectStore(self.url, self.options).names(log)]
+        except TraceloomError:  # the reason of the table says more
+            return []
+        held = {int(path.stem) for path in paths if _LOG_ENTRY.fullmatch(path.name)}
+        first = (
+            0 if held and all(path.suffix == ".json" for path in paths) else min(held, default=0)
+        )
+        return [
+            f"{number:020}.json"
+            for number in range(first, max(held, default=0))
+            if number not in held
+        ]
 
 
 @contextmanager

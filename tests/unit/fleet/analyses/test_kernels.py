@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 
 import polars as pl
@@ -189,3 +190,17 @@ def test_what_gpu_time_is_not_divided_by_is_refused(frames: Frames, owned: pl.Da
         "no-such-dimension",
         True,
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_is_of_the_kind_with_most_of_its_time_in_any_order(seed: int) -> None:
+    order = random.Random(seed)
+    rows = [
+        {"kernel": "k", "kind": kind, "total_ns": total_ns}
+        for kind, total_ns in (("gemm", 400), ("copy", 500), ("gemm", 300), ("copy", 100))
+    ]
+    order.shuffle(rows)
+    table = list_top_kernels(kernels(*rows), CAPTURES)
+    assert table.rows.select("kernel", "kind", "total_ns", "count").rows() == [
+        ("k", "gemm", 1300, 4)
+    ]

@@ -131,3 +131,16 @@ def test_who_asks_again_gets_the_answer_that_took_long_though_tables_changed_mea
         assert other is not answers[0]
 
     with_desk(tmp_path, test)
+
+
+def test_a_file_that_a_table_lacks_is_a_refusal_and_no_defect(tmp_path: Path) -> None:
+    async def test(queries: QueryService) -> None:
+        row = {"day": [get_utc_day(NOW)], "capture": ["c"], "start_ns": [NOW]}
+        queries.tables.commit("captures", 1, {"captures": pl.DataFrame(row)})
+        for file in (tmp_path / "tables" / "captures").rglob("*.parquet"):
+            file.unlink()
+        with pytest.raises(HttpError) as refused:
+            await queries.ask(FINDINGS, RuleQuery())
+        assert (refused.value.slug, refused.value.status) == ("unreadable", 503)
+
+    with_desk(tmp_path, test)

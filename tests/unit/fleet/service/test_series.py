@@ -180,3 +180,23 @@ def test_a_service_that_does_not_lead_says_nothing_of_hosts(service: AnsweringSe
         } <= names
     finally:
         service.service.hosts = registry
+
+
+def test_a_table_that_cannot_be_read_and_rows_that_wait_for_it_are_told(
+    service: AnsweringService, tmp_path: Path
+) -> None:
+    fleet = service.service
+    assert {check.name for check in fleet.check().checks if check.works} >= {"tables"}
+    assert series(service)["traceloom_fleet_commit_delay_seconds"] == {(): pytest.approx(0, abs=60)}
+    log = Path(fleet.tables.address("findings")) / "_delta_log"
+    entries = {file: file.read_bytes() for file in log.iterdir()}
+    for file in log.iterdir():
+        file.write_bytes(b"no log")
+    fleet.pipeline._settled_at -= 3600
+    fleet.pipeline.commit_error = "as the disk says"
+    failed = {check.name: check.text for check in fleet.check().checks if not check.works}
+    for file, content in entries.items():
+        file.write_bytes(content)
+    assert failed.keys() == {"table findings", "commits"}
+    assert "as the disk says" in failed["commits"]
+    assert series(service)["traceloom_fleet_commit_delay_seconds"][()] >= 3600

@@ -236,3 +236,18 @@ def test_a_day_is_that_of_utc() -> None:
         date(2026, 11, 2),
         date(2026, 11, 3),
     )
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_an_entry_that_a_log_lacks_is_named_by_its_file(tmp_path: Path, lost: int) -> None:
+    tables = Tables(str(tmp_path))
+    tables.create()
+    for number in range(1, 4):
+        rows = pl.DataFrame({"day": [date(2026, 11, number)], "capture": ["c"]})
+        tables.commit("captures", number, {"findings": rows})
+    entry = tmp_path / "tables" / "findings" / "_delta_log" / f"{lost:020}.json"
+    entry.unlink()
+    with pytest.raises(InputError, match=entry.name) as unreadable:
+        tables.scan("findings")
+    assert unreadable.value.slug == "unreadable"
+    assert tables.scan("captures").collect().is_empty()
