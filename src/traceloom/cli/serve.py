@@ -92,6 +92,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="where it answers; beyond this host only with TLS (default: 127.0.0.1:9466)",
     )
     parser.add_argument(
+        "--advertise",
+        metavar="URL",
+        default="",
+        help="where other services of the same state reach it (default: its address)",
+    )
+    parser.add_argument(
         "--certificate", metavar="FILE", default="", help="PEM file of its TLS certificate"
     )
     parser.add_argument(
@@ -163,8 +169,11 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.fleet.store.objects import ObjectStore
     from traceloom.fleet.store.tables import Tables
     from traceloom.server.settings import Tcp
+    from traceloom.system.service_address import ServiceAddress
 
     proxy = _read_proxy_users(args)
+    if args.advertise:
+        ServiceAddress.of(args.advertise)  # other services send tokens there
     files = (args.engine_ca, args.engine_certificate, args.engine_key)
     tls = EngineTls(*files) if any(files) else None
     targets = WebhookAddressPolicy(args.webhooks_to)
@@ -231,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
             async with contextlib.AsyncExitStack() as exit_stack:
                 if demo is not None:
                     await exit_stack.enter_async_context(demo.hosts(service))
-                await serve(service, tcp, ready, build_portal(service, proxy))
+                await serve(service, tcp, ready, build_portal(service, proxy), url=args.advertise)
 
         asyncio.run(live())
     return 0

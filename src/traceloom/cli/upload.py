@@ -6,8 +6,10 @@ import argparse
 import http.client
 import json
 import os
+import random
 import re
 import shlex
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +28,9 @@ from traceloom.system.service_address import ServiceAddress
 DEFAULT_SERVER = "http://127.0.0.1:9466"
 TOKEN_VARIABLE, SERVER_VARIABLE = "TRACELOOM_TOKEN", "TRACELOOM_SERVER"
 _CHUNK_BYTES = 1 << 20
+_TRANSIENT_STATUSES = {429, 500, 502, 503, 504}  # `SlowDown` of S3 is 503
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.25, 15.0
+_OUTAGE_S, _TAKEOVER_S = 600.0, 10.0
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._@+=-]")
 
 
@@ -43,14 +48,19 @@ class FleetClient:
         token: Authenticates the user; "": from the environment, else from the file that a service
             of this host left.
         timeout_s: Max time without a response.
+        persistent: Try again where the service or a store is away or busy: for ten seconds, and for
+            ten minutes once it has answered. Else only while another service begins to lead.
 
     Raises:
         InputError: `wrong-address`: the URL is invalid, or leads over a network without TLS.
     """
 
-    def __init__(self, url: str = "", token: str = "", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, url: str = "", token: str = "", timeout_s: float = 60.0, *, persistent: bool = False
+    ) -> None:
         self.url = (url or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER).rstrip("/")
-        self.timeout_s = timeout_s
+        self.timeout_s, self.persistent = timeout_s, persistent
+        self._has_answered = False
         ServiceAddress.of(self.url)  # every request carries a token
         self._token = token or os.environ.get(TOKEN_VARIABLE, "")
         if not self._token and self.url.startswith(
@@ -139,6 +149,34 @@ class FleetClient:
         headers: Mapping[str, str],
         to: BinaryIO | None = None,
     ) -> tuple[int, bytes]:
+        """Sends a request until it is answered or patience ends; returns the status and the body."""
+        patience_s = 0.0 if to else _OUTAGE_S if self._has_answered else _TAKEOVER_S
+        end_s, delay_s = time.monotonic() + patience_s, _FIRST_DELAY_S
+        while True:
+            is_last = time.monotonic() + delay_s > end_s
+            try:
+                status, text = self._exchange_once(method, url, body, headers, to)
+            except InputError as error:
+                if is_last or not self.persistent or isinstance(error.__cause__, ssl.SSLError):
+                    raise
+            else:
+                is_transient = self.persistent or b'"not-leading"' in text
+                if is_last or status not in _TRANSIENT_STATUSES or not is_transient:
+                    self._has_answered |= self.persistent and status < 400
+                    return status, text
+            time.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311  (so that clients do not come together)
+            delay_s = min(2 * delay_s, _MAX_DELAY_S)
+            if body is not None and not isinstance(body, bytes):
+                body.seek(0)
+
+    def _exchange_once(
+        self,
+        method: str,
+        url: str,
+        body: bytes | BinaryIO | None,
+        headers: Mapping[str, str],
+        to: BinaryIO | None,
+    ) -> tuple[int, bytes]:
         parts = urlsplit(url)
         assert parts.hostname is not None
         tls = parts.scheme == "https"
@@ -168,12 +206,13 @@ class FleetClient:
             if is_writing:
                 raise
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise InputError(
-                f"the service does not answer: {reason.lower()}",
-                slug="no-service",
-                where=display_url,
-                hint="`traceloom serve` starts one; --server names its address",
-            ) from error
+            who = "the service" if url.startswith(self.url) else "the object store"
+            message = f"{who} does not answer: {reason.lower()}"
+            hint = "`traceloom serve` starts one; --server names its address"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                message = f"the certificate of {who} is not trusted here: {error.verify_message}"
+                hint = "SSL_CERT_FILE names the certificates that are trusted"
+            raise InputError(message, slug="no-service", where=display_url, hint=hint) from error
         finally:
             connection.close()
 
@@ -303,8 +342,8 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def create_fleet_client(args: argparse.Namespace) -> FleetClient:
-    """Returns a client for the service that the options name.
+def create_fleet_client(args: argparse.Namespace, *, persistent: bool = False) -> FleetClient:
+    """Returns a client for the service that the options name; `persistent` as of `FleetClient`.
 
     Raises:
         InputError: `unreadable`: the file of the token.
@@ -315,7 +354,7 @@ def create_fleet_client(args: argparse.Namespace) -> FleetClient:
             token = args.token_file.read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise unreadable(args.token_file, error) from error
-    return FleetClient(args.server, token)
+    return FleetClient(args.server, token, persistent=persistent)
 
 
 def insert_server_options(args: argparse.Namespace, text: str) -> str:
@@ -333,7 +372,7 @@ def insert_server_options(args: argparse.Namespace, text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Sends them; returns the exit code."""
-    client = create_fleet_client(args)
+    client = create_fleet_client(args, persistent=True)
     answers = []
     with Progress(enabled=not args.quiet) as progress:
         for name in args.captures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -254,3 +255,67 @@ def test_names_in_the_store_are_safe_and_each_file_has_one_of_its_own(
     files = collect_files(folder)
     assert {path.name for path in files.values()} == visible
     assert sorted(files) == sorted(stored)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_upload_goes_on_through_outages_of_service_and_store(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are refused, cut off or answered with 503 at random; files arrive whole, each kept once."""
+    monkeypatch.setattr("traceloom.cli.upload._FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("traceloom.cli.upload._MAX_DELAY_S", 0.01)
+    order = random.Random(seed)
+    sent = {f"rank{rank}.json": order.randbytes(order.randrange(1, 300_000)) for rank in range(12)}
+    for name, content in sent.items():
+        (tmp_path / name).write_bytes(content)
+    kept: dict[str, list[bytes]] = {name: [] for name in sent}
+    failures = 0
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        nonlocal failures
+        fails = order.random() < 0.5
+        failures += fails
+        if fails and order.random() < 0.5:
+            request.connection.close()  # with a part of the body unread
+            return
+        content = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        if fails:
+            saying(503, b"<Error><Code>SlowDown</Code></Error>")(request)
+        elif request.path.endswith("/captures"):
+            host, port = request.server.server_address[:2]
+            store = f"http://{host!s}:{port}/bucket"
+            uploads = [{"name": name, "url": f"{store}/{name}?signed"} for name in sent]
+            saying(200, json.dumps({"id": "c", "uploads": uploads}).encode())(request)
+        elif request.path.startswith("/bucket"):
+            kept[request.path[8:].partition("?")[0]].append(content)
+            saying(200, b"")(request)
+        else:
+            saying(200, b'{"state": "received"}')(request)
+
+    with service(answer) as client:
+        client.persistent = True
+        assert upload(client, tmp_path) == {"state": "received"}
+    assert failures > 3
+    assert kept == {name: [content] for name, content in sent.items()}
+
+
+def test_a_command_waits_only_for_another_service_that_begins_to_lead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("traceloom.cli.upload._FIRST_DELAY_S", 0.001)
+    asked = 0
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        nonlocal asked
+        asked += 1
+        slug = "busy" if request.path.endswith("busy") else "not-leading"
+        refusal = json.dumps({"error": {"slug": slug, "message": "later"}}).encode()
+        saying(503 if asked < 4 else 200, refusal if asked < 4 else b"{}")(request)
+
+    with service(answer) as client:
+        assert client.get("hosts") == {}
+        assert asked == 4
+        asked = 0
+        with pytest.raises(InputError, match="later"):
+            client.get("busy")
+        assert asked == 1

@@ -20,8 +20,9 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from traceloom import __version__
-from traceloom.errors import TraceloomError, UsageError
+from traceloom.errors import UsageError
 from traceloom.fleet import api as forms
+from traceloom.fleet.service.forwarding import note_leader_needed
 from traceloom.fleet.service.pipeline import get_capture_directory
 from traceloom.fleet.service.tasks import TaskError
 from traceloom.fleet.store.captures import (
@@ -126,6 +127,7 @@ class FleetRequestContext:
             HttpError: `not-leading`: another service of this state leads; retry later.
         """
         if self.service.hosts is None:
+            note_leader_needed()
             raise HttpError(
                 503, "another service talks to hosts now", slug="not-leading", retry_s=2
             )
@@ -195,13 +197,15 @@ async def _enter_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[
         await asyncio.to_thread(manager.__exit__, None, None, None)
 
 
-async def _get_health(context: FleetRequestContext) -> forms.FleetHealth:
-    try:
-        await asyncio.to_thread(context.service.state.counts)
-    except TraceloomError as error:
+def _get_readiness(context: FleetRequestContext) -> forms.FleetHealth:
+    if not context.service.pipeline.state_answers:
         raise HttpError(
-            503, "the state does not answer", slug="not-healthy", hint="its log says more"
-        ) from error
+            503,
+            "the state does not answer",
+            slug="not-healthy",
+            hint="its log says more",
+            retry_s=5,
+        )
     return forms.FleetHealth(healthy=True)
 
 
@@ -467,7 +471,14 @@ FLEET_ROUTES = (
     FleetRoute(
         path="/healthz",
         summary="Whether the service lives; needs no token",
-        answers=_get_health,
+        answers=lambda _: forms.FleetHealth(healthy=True),
+        role=None,
+        answer=forms.FleetHealth,
+    ),
+    FleetRoute(
+        path="/readyz",
+        summary="Whether the service is ready for requests, as its state answers; needs no token",
+        answers=_get_readiness,
         role=None,
         answer=forms.FleetHealth,
         refuses=(503,),
@@ -645,6 +656,7 @@ class CompactResponse(HttpResponseBody, frozen=True):
 async def _compact(context: FleetRequestContext) -> CompactResponse:
     pipeline = context.service.pipeline
     if not pipeline.leads:
+        note_leader_needed()
         raise HttpError(503, "another service writes the tables now", slug="not-leading", retry_s=2)
     began = time.monotonic()
     await asyncio.to_thread(pipeline.compact)

@@ -204,7 +204,7 @@ def _read_cookie(request: Request) -> str:
     return morsel.value if morsel else ""
 
 
-API_PREFIXES = ("/api/", "/metrics", "/healthz")
+API_PREFIXES = ("/api/", "/metrics", "/healthz", "/readyz")
 UNTRUSTED_PATHS = (
     "/captures/{id}/report",
     "/captures/{id}/against/{base}",
@@ -348,7 +348,7 @@ class Portal:
                 if request.method == "POST":
                     return await self._acted(page, visit)
                 if page.live and "text/event-stream" in request.headers.get("accept", ""):
-                    return self._events(page, visit, request.headers.get("last-event-id", ""))
+                    return await self._events(page, visit, request.headers.get("last-event-id", ""))
                 if name := request.query_params.get("table"):
                     return await _download(page, visit, name, request.query_params.get("as", "csv"))
                 visit.max_wait_s = PAGE_WAIT_S
@@ -405,7 +405,7 @@ class Portal:
             return RedirectResponse(after, 303)
         return await self._shown(page, visit, after)
 
-    def _events(self, page: Page[object], visit: PageRequest, last: str) -> Response:
+    async def _events(self, page: Page[object], visit: PageRequest, last: str) -> Response:
         everybody = PageRequest(self.service, _ANONYMOUS_TOKEN, visit.address, visit.names)
         key = visit.address.canonical_url
 
@@ -418,6 +418,8 @@ class Portal:
             return LiveContent(layout.format_value(head), layout.format_value(parts), content.ended)
 
         self.live.check_room(key)
+        if self.service.hosts is None:
+            await look()  # hands it on, where it needs the leader
         return StreamingResponse(self.live.events(key, look, last), media_type="text/event-stream")
 
     # Refusals.

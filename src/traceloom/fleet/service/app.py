@@ -61,7 +61,7 @@ ROUTES = (
     *LIVE_ROUTES,
     *COMPACTION_ROUTES,
 )
-_PUBLIC_PATHS = {"/healthz"}
+_PUBLIC_PATHS = {"/healthz", "/readyz"}
 _ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 _RETRY_HINT = "come again later, or less often"
 

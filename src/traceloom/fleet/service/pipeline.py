@@ -104,6 +104,8 @@ class CapturePipeline:
         self._next_usage_commit_s = 0.0  # monotonic time at which usage minutes and jobs are due
         self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
+        self.url = ""  # at which other services of the state reach this one
+        self.state_answers = False  # when it was asked last
         self.term = ""  # under which this service leads: a new name each time it becomes leader
         self._leads_until = 0.0  # monotonic clock: it advances while suspended
         self.commit_error = ""  # why the last commit failed
@@ -197,7 +199,7 @@ class CapturePipeline:
             self.term = ""
         if not self.term:
             term = secrets.token_hex(8)
-            if self.state.lead(LEADER, term, self.lease_s):
+            if self.state.lead(LEADER, term, self.lease_s, self.url):
                 self.term = term
         self._leads_until = until
         if not self.term:
@@ -364,7 +366,9 @@ class CapturePipeline:
         while not self._stop.is_set():
             try:
                 self.lead()
+                self.state_answers = True
             except TraceloomError as error:  # it leads until its lease expires
+                self.state_answers = False
                 self._reconciled = ""  # another database may answer next
                 _log.warning("%s", error)
             self._stop.wait(self.lease_s / 3)

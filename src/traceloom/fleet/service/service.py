@@ -404,7 +404,12 @@ class FleetListener:
 
 
 async def serve(
-    service: FleetService, tcp: Tcp, on_ready: Callable[[str], None], app: ASGIApp | None = None
+    service: FleetService,
+    tcp: Tcp,
+    on_ready: Callable[[str], None],
+    app: ASGIApp | None = None,
+    *,
+    url: str = "",
 ) -> None:
     """Serves and analyses until a signal.
 
@@ -413,6 +418,7 @@ async def serve(
         tcp: Address to listen on.
         on_ready: Called with the address once everything listens.
         app: ASGI application; None: the routes alone.
+        url: At which other services of the state reach this one; "": where it listens.
 
     Raises:
         InputError: `tcp-without-tls`, `tls-unusable`, `wrong-config`.
@@ -421,6 +427,7 @@ async def serve(
     from uvicorn.server import ServerState
 
     from traceloom.fleet.service.app import build_fleet_app
+    from traceloom.fleet.service.forwarding import LeaderForwarding
     from traceloom.server.listener import (
         TimeoutHttpProtocol,
         build_tls_context,
@@ -429,7 +436,8 @@ async def serve(
 
     tls, _ = build_tls_context(tcp, asks=True)
     host, port = host_and_port(tcp.address)
-    config = build_uvicorn_config(app or build_fleet_app(service), service.limits.seconds)
+    forwarding = LeaderForwarding(app or build_fleet_app(service), service, tcp.certificate)
+    config = build_uvicorn_config(forwarding, service.limits.seconds)
     connections, listener = ServerState(), FleetListener(service.limits)
     loop, stop_event = asyncio.get_running_loop(), asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -454,15 +462,20 @@ async def serve(
                 hint="another may run there; --address takes another one",
             ) from error
         stack.callback(server.close)
+        bound_host, bound_port = server.sockets[0].getsockname()[:2]
+        scheme, at_any = "https" if tls else "http", bound_host in {"0.0.0.0", "::"}  # noqa: S104
+        bound_url = (
+            f"{scheme}://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
+        )
+        service.pipeline.url = url or (
+            f"{scheme}://{socket.gethostname()}:{bound_port}" if at_any else bound_url
+        )
         service.pipeline.start()
         stack.push_async_callback(asyncio.to_thread, service.pipeline.stop)
         stack.callback(service.questions.close)
         host_task = asyncio.create_task(service.run_host_registry(), name="hosts")
         stack.push_async_callback(_cancel_task, host_task)
-        bound_host, bound_port = server.sockets[0].getsockname()[:2]
-        on_ready(
-            f"{'https' if tls else 'http'}://{f'[{bound_host}]' if ':' in bound_host else bound_host}:{bound_port}"
-        )
+        on_ready(bound_url)
         await stop_event.wait()
         for connection in list(connections.connections):
             connection.shutdown()

@@ -12,13 +12,13 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import msgspec
 
 from traceloom.errors import UsageError
 from traceloom.fleet.store.accounts import SessionState
-from traceloom.fleet.store.database import hash_secret
+from traceloom.fleet.store.database import LEADER, hash_secret
 from traceloom.fleet.store.hosts import HostState, JobFactState
 from traceloom.fleet.store.rules import DocumentState
 
@@ -83,6 +83,13 @@ class Batch(msgspec.Struct, frozen=True):
     number: int
     again: bool
     tasks: tuple[TaskRecord, ...]
+
+
+class LeaderRecord(NamedTuple):
+    """The service that leads: its term, and the URL at which others reach it."""
+
+    term: str
+    url: str
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -465,18 +472,19 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
 
     # leases
 
-    def lead(self, name: str, holder: str, lease_s: float) -> bool:
-        """Acquires or extends the lease `name` for `lease_s` seconds; returns whether `holder` has
-        it.
+    def lead(self, name: str, holder: str, lease_s: float, url: str = "") -> bool:
+        """Acquires or extends the lease `name` for `lease_s` seconds; returns whether `holder`, who
+        is reached at `url`, has it.
         """
         with self._transaction() as connection:
             now = self._now_ns(connection)
-            values = {"name": name, "holder": holder, "now": now, "until": now + int(lease_s * 1e9)}
+            until = now + int(lease_s * 1e9)
+            values = {"name": name, "holder": holder, "now": now, "until": until, "url": url}
             return bool(
                 self._change(
                     connection,
-                    "INSERT INTO leases (name, holder, until_ns) VALUES (:name, :holder, :until) ON CONFLICT (name) "
-                    "DO UPDATE SET holder = :holder, until_ns = :until "
+                    "INSERT INTO leases (name, holder, until_ns, url) VALUES (:name, :holder, :until, :url) "
+                    "ON CONFLICT (name) DO UPDATE SET holder = :holder, until_ns = :until, url = :url "
                     "WHERE leases.holder = :holder OR leases.until_ns <= :now",
                     **values,
                 )
@@ -492,6 +500,17 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 "UPDATE leases SET until_ns = :until WHERE name = :name AND holder = :holder"
             )
             return bool(self._change(connection, statement, name=name, holder=holder, until=until))
+
+    def leader(self) -> LeaderRecord | None:
+        """Returns the service that leads now; None if none does."""
+        with self._transaction() as connection:
+            rows = self._rows(
+                connection,
+                "SELECT holder, url FROM leases WHERE name = :name AND until_ns > :now",
+                name=LEADER,
+                now=self._now_ns(connection),
+            )
+            return LeaderRecord(rows[0]["holder"], rows[0]["url"]) if rows else None
 
     def resign(self, holder: str) -> None:
         """Releases all leases of `holder`."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
 
 
-VERSION = 3
+VERSION = 4
 """Version of the schema, stored in the database; a database of another version is refused."""
 
 _TABLES = (
@@ -42,7 +42,7 @@ _TABLES = (
     "CREATE INDEX tasks_state ON tasks (state, free_at_ns)",
     "CREATE INDEX tasks_capture ON tasks (capture)",
     "CREATE TABLE batches (number BIGINT PRIMARY KEY, again BIGINT NOT NULL, done BIGINT NOT NULL)",
-    "CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_ns BIGINT NOT NULL)",
+    "CREATE TABLE leases (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until_ns BIGINT NOT NULL, url TEXT NOT NULL)",
     (
         "CREATE TABLE tokens (name TEXT PRIMARY KEY, role TEXT NOT NULL, sha256 TEXT NOT NULL UNIQUE, "
         "created_ns BIGINT NOT NULL, expires_ns BIGINT NOT NULL, revoked_ns BIGINT NOT NULL)"

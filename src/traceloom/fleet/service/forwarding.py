@@ -1,0 +1,180 @@
+"""Hands requests that only the leading service can answer on to it, so that every service of a state
+answers everything.
+
+A route says that it needs the leader when it is called. What has been read of the request by then
+is sent again, the rest follows as it comes. The term of the leader, which only services of the same
+state know, proves to it that a request was handed on, and for whom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ssl
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import h11
+from starlette.datastructures import Headers
+
+from traceloom.system.service_address import ServiceAddress
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from traceloom.fleet.service.service import FleetService
+
+_HEADER = b"x-traceloom-handed-on"
+_NOT_FORWARDED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", _HEADER})
+_MAX_REPLAYED_BYTES = 4 << 20
+_CONNECT_S = 2.0
+_ANSWER_S = 90.0  # longer than any route waits
+_PAGE_S = 2.0  # longer than a page waits
+_READ_BYTES = 1 << 16
+
+_needed: ContextVar[list[bool]] = ContextVar("needed")
+
+
+def note_leader_needed() -> None:
+    """Notes that the current request needs the service that leads."""
+    _needed.get([]).append(True)
+
+
+class LeaderForwarding:
+    """Middleware that hands requests on to the leader.
+
+    Args:
+        app: Answers what needs no leader.
+        service: This service.
+        certificate: PEM file of certificates that are trusted besides those of the system: a
+            service trusts its own, which others may share.
+    """
+
+    def __init__(self, app: ASGIApp, service: FleetService, certificate: str = "") -> None:
+        self.app, self.service = app, service
+        self._tls = ssl.create_default_context()
+        if certificate:
+            self._tls.load_verify_locations(certificate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles a request here, and hands it on if that shows that it needs the leader."""
+        term, _, client = Headers(scope=scope).get(_HEADER.decode(), "").partition(" ")
+        if term:
+            if hmac.compare_digest(term.encode(), self.service.pipeline.term.encode()):
+                scope["client"] = (client, 0)
+            await self.app(scope, receive, send)
+            return
+        needed: list[bool] = []
+        received: list[Message] = []
+        refusal: list[Message] = []
+        has_begun = False
+
+        async def record() -> Message:
+            message = await receive()
+            received.append(message)
+            if sum(len(part.get("body", b"")) for part in received) > _MAX_REPLAYED_BYTES:
+                received.clear()
+                _needed.set([])  # too long to be sent again
+            return message
+
+        async def hold(message: Message) -> None:
+            nonlocal has_begun
+            if needed and not has_begun:
+                refusal.append(message)
+                return
+            has_begun = True
+            await send(message)
+
+        _needed.set(needed)
+        await self.app(scope, record, hold)
+        if refusal and not await self._hand_on(scope, received, receive, send):
+            for message in refusal:
+                await send(message)
+
+    async def _hand_on(
+        self, scope: Scope, received: list[Message], receive: Receive, send: Send
+    ) -> bool:
+        """Sends the answer of the leader; returns False if it gives none."""
+        leader = await asyncio.to_thread(self.service.state.leader)
+        if leader is None or not leader.url:
+            return False
+        address = ServiceAddress.of(leader.url)
+        try:
+            reader, writer = await asyncio.wait_for(
+                asyncio.open_connection(
+                    address.host, address.port, ssl=self._tls if address.tls else None
+                ),
+                _CONNECT_S,
+            )
+        except (OSError, asyncio.TimeoutError):
+            return False
+        connection = h11.Connection(h11.CLIENT)
+        path, query = scope.get("raw_path") or scope["path"].encode(), scope["query_string"]
+        client = (scope["client"] or ("",))[0]
+        request = h11.Request(
+            method=scope["method"],
+            target=path + (b"?" + query if query else b""),
+            headers=[
+                *((name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED),
+                (b"connection", b"close"),
+                (_HEADER, f"{leader.term} {client}".encode()),
+            ],
+        )
+        writer.write(connection.send(request))
+        has_begun = False
+        is_page = scope["method"] == "GET" and not scope["path"].startswith("/api/")
+        answer_s = _PAGE_S if is_page else _ANSWER_S
+
+        async def upload() -> None:
+            """Sends the body, and returns when the client has gone."""
+            while True:
+                message = received.pop(0) if received else await receive()
+                if message["type"] != "http.request":
+                    return
+                if body := message.get("body"):
+                    writer.write(connection.send(h11.Data(body)))
+                    await writer.drain()
+                if not message.get("more_body"):
+                    writer.write(connection.send(h11.EndOfMessage()))
+
+        async def download() -> None:
+            nonlocal has_begun
+            while True:
+                event = connection.next_event()
+                if event is h11.NEED_DATA:
+                    wait_s = None if has_begun else answer_s
+                    connection.receive_data(
+                        await asyncio.wait_for(reader.read(_READ_BYTES), wait_s)
+                    )
+                elif isinstance(event, h11.Response):
+                    has_begun = True
+                    headers = [pair for pair in event.headers if pair[0] not in _NOT_FORWARDED]
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": event.status_code,
+                            "headers": headers,
+                        }
+                    )
+                elif isinstance(event, (h11.Data, h11.EndOfMessage)):
+                    more = isinstance(event, h11.Data)
+                    body = bytes(event.data) if isinstance(event, h11.Data) else b""
+                    await send({"type": "http.response.body", "body": body, "more_body": more})
+                    if not more:
+                        return
+
+        tasks = [asyncio.ensure_future(upload()), asyncio.ensure_future(download())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        except (OSError, asyncio.TimeoutError, h11.ProtocolError):
+            if has_begun:
+                raise
+            return False
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            writer.close()
+        return True
