@@ -166,6 +166,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.fleet.service.service import FleetService, ensure_local_token, serve
     from traceloom.fleet.service.webhooks import WebhookAddressPolicy
     from traceloom.fleet.store.captures import ServiceState
+    from traceloom.fleet.store.database import is_news
     from traceloom.fleet.store.objects import ObjectStore
     from traceloom.fleet.store.tables import Tables
     from traceloom.server.settings import Tcp
@@ -182,6 +183,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(is_news)
 
     def write_line(text: str) -> None:
         if not args.quiet:

@@ -105,7 +105,7 @@ class CapturePipeline:
         self.lease_s, self.commit_s, self.task_s, self.clock = lease_s, commit_s, task_s, clock
         self.holder = secrets.token_hex(8)
         self.url = ""  # at which other services of the state reach this one
-        self.state_answers = False  # when it was asked last
+        self.state_answers = True  # when it was asked last
         self.term = ""  # under which this service leads: a new name each time it becomes leader
         self._leads_until = 0.0  # monotonic clock: it advances while suspended
         self.commit_error = ""  # why the last commit failed
@@ -322,7 +322,10 @@ class CapturePipeline:
                 if not self.work():
                     self._more.wait(_POLL_S)
                     self._more.clear()
-            except Exception:  # noqa: BLE001, PERF203  (one defect must not stop all work: it is logged)
+            except TraceloomError as error:  # noqa: PERF203  (of the state)
+                _log.warning("no task can be taken: %s", error)
+                self._stop.wait(_ERROR_PAUSE_S)
+            except Exception:  # noqa: BLE001  (one defect must not stop all work: it is logged)
                 _log.exception("a task could not be worked on")
                 self._stop.wait(_ERROR_PAUSE_S)
 

@@ -11,18 +11,22 @@ clocks agree on leases.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from traceloom.errors import InputError, OutputError, UsageError, other_version
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
 
+
+T = TypeVar("T")
 
 VERSION = 4
 """Version of the schema, stored in the database; a database of another version is refused."""
@@ -118,6 +122,20 @@ SCHEMA: Mapping[str, tuple[str, ...]] = {
 
 LEADER = "committer"  # the lease of the service that talks to hosts and writes the tables
 _BUSY_MS = 10_000  # how long SQLite waits for another writer
+_ANSWER_S = 10.0  # how long a statement may take, and PostgreSQL may be silent
+# What the parameters of the URL do not say.
+_POSTGRES_PARAMETERS = {
+    "connect_timeout": "5",
+    "keepalives_idle": "10",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+    "options": f"-c statement_timeout={_ANSWER_S:.0f}s -c lock_timeout={_ANSWER_S:.0f}s "
+    "-c idle_in_transaction_session_timeout=60s",
+}
+_OUTAGE_SLUGS = {"state-unusable", "state-busy"}
+
+_log = logging.getLogger(__name__)
 
 
 class StateDatabase:
@@ -147,13 +165,18 @@ class StateDatabase:
             ) from error
         try:
             address = sqlalchemy.make_url(url if "://" in url else f"sqlite:///{url}")
-            if address.drivername == "postgresql":
-                address = address.set(drivername="postgresql+psycopg")
+            if address.drivername in {"postgresql", "postgres"}:
+                query = {**_POSTGRES_PARAMETERS, **address.query}
+                address = address.set(drivername="postgresql+psycopg", query=query)
             if address.get_backend_name() not in SCHEMA:
                 raise UsageError(
-                    "the state is kept in SQLite or PostgreSQL", slug="wrong-usage", where=url[:80]
+                    "the state is kept in SQLite or PostgreSQL",
+                    slug="wrong-usage",
+                    where=address.render_as_string(hide_password=True)[:80],
+                    hint="postgresql://USER@HOST/NAME, or a file of SQLite",
                 )
-            self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True)
+            pool = {} if address.get_backend_name() == "sqlite" else {"pool_timeout": _ANSWER_S}
+            self._engine = sqlalchemy.create_engine(address, pool_pre_ping=True, **pool)
         except (sqlalchemy.exc.ArgumentError, ImportError) as error:
             raise UsageError(
                 f"this is no address of a database here: {error}", slug="wrong-usage"
@@ -161,6 +184,8 @@ class StateDatabase:
         self.where = address.render_as_string(hide_password=True)
         self._lite = address.get_backend_name() == "sqlite"
         self._text = sqlalchemy.text
+        self._down_since_s = 0.0  # monotonic time; 0 while the database answers
+        self._probe = threading.Lock()  # who tries whether it answers again
         if self._lite:
             if address.database:
                 try:
@@ -171,6 +196,8 @@ class StateDatabase:
             sqlalchemy.event.listen(
                 self._engine, "begin", lambda connection: connection.exec_driver_sql(_BEGIN)
             )
+        else:
+            sqlalchemy.event.listen(self._engine, "do_connect", _connect_postgres)
         try:
             self._prepare()
         except BaseException:
@@ -183,13 +210,29 @@ class StateDatabase:
 
     @contextmanager
     def _transaction(self) -> Iterator[Connection]:
-        from sqlalchemy.exc import DBAPIError
+        from sqlalchemy.exc import DBAPIError, OperationalError, TimeoutError  # noqa: A004
 
+        probes = self._down_since_s and not self._lite and self._probe.acquire(blocking=False)
+        if self._down_since_s and not self._lite and not probes:
+            raise _build_unusable_error("it does not answer", self.where)
         try:
             with self._engine.begin() as connection:
                 yield connection
+            if down_since_s := self._down_since_s:
+                self._down_since_s = 0.0
+                _log.warning(
+                    "the state answers again, after %.0f s", time.monotonic() - down_since_s
+                )
+        except TimeoutError as error:  # of the pool
+            raise _build_unusable_error("all connections are in use", self.where) from error
         except DBAPIError as error:
             reason = str(error.orig).partition("\n")[0]
+            # Without a code, or with one of these classes, the connection is lost.
+            code = getattr(error.orig, "sqlstate", None) or "08"
+            is_outage = isinstance(error, OperationalError) and code.startswith(("08", "57P"))
+            if is_outage and not self._down_since_s:
+                self._down_since_s = time.monotonic()
+                _log.warning("the state does not answer: %s", reason)
             if "locked" in reason:
                 raise OutputError(
                     "another process keeps the database locked",
@@ -198,6 +241,9 @@ class StateDatabase:
                     hint="try again; a backup or a shell may hold it",
                 ) from error
             raise _build_unusable_error(reason, self.where) from error
+        finally:
+            if probes:
+                self._probe.release()
 
     def _rows(
         self, connection: Connection, statement: str, **values: object
@@ -304,6 +350,40 @@ def _prepare_sqlite(connection: object, _record: object) -> None:
     connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _connect_postgres(
+    _dialect: object, _record: object, arguments: list[Any], keywords: dict[str, Any]
+) -> object:
+    """Opens a connection that is given up when the server is silent: a frozen one says nothing, and
+    its kernel answers for it.
+    """
+    import psycopg
+
+    class TimedConnection(psycopg.Connection[Any]):
+        def wait(self, gen: Generator[Any, Any, T], *more: Any, **options: Any) -> T:
+            return super().wait(self._limited(gen), *more, **options)
+
+        def _limited(self, gen: Generator[Any, Any, T]) -> Generator[Any, Any, T]:
+            end_s, ready = time.monotonic() + _ANSWER_S + 1.0, None
+            while True:
+                try:
+                    ready = yield gen.send(ready)
+                except StopIteration as stop:
+                    return cast("T", stop.value)
+                if time.monotonic() > end_s:
+                    self.close()
+                    raise psycopg.OperationalError(f"no answer for {_ANSWER_S:.0f} s")
+
+    return TimedConnection.connect(*arguments, **keywords)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Returns whether a record says more than that the state does not answer, which is logged once
+    when that begins.
+    """
+    causes = [*(record.args or ()), (record.exc_info or (None, None))[1]]
+    return not any(getattr(cause, "slug", "") in _OUTAGE_SLUGS for cause in causes)
 
 
 def _build_unusable_error(reason: str, location: str) -> OutputError:
