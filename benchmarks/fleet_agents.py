@@ -303,7 +303,7 @@ def agents_of_fleet(folder: Path, agents: int, seconds: float) -> dict[str, floa
             port = int(match[1])
             client = FleetClient(
                 f"http://127.0.0.1:{port}",
-                (folder / "traceloom" / "fleet-token").read_text().strip(),
+                (folder / "traceloom" / f"fleet-token-{port}").read_text().strip(),
             )
             while True:
                 try:

@@ -69,7 +69,7 @@ class RunningService:
 
     @property
     def token_file(self) -> Path:
-        return self.folder / "traceloom" / "fleet-token"
+        return self.folder / "traceloom" / f"fleet-token-{self.port}"
 
     @property
     def token(self) -> str:

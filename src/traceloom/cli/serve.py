@@ -212,14 +212,14 @@ def run(args: argparse.Namespace) -> int:
         writer = WriterProcess(state_at, store_at)
         stack.callback(writer.close)
         writer.create()
-        if demo is None:
-            ensure_local_token(state, get_token_path())
-        else:
+        if demo is not None:
             demo.fill(state, objects, tables, write_line)
         engine = create_engine(args.engine, args.workers, tls)
         stack.callback(engine.close)
 
         def ready(url: str) -> None:
+            if demo is None:
+                ensure_local_token(state, get_token_path(url))
             if demo is not None or not args.quiet:
                 print(
                     _format_welcome(url, objects.url, "" if demo is None else demo.token),
@@ -278,6 +278,6 @@ def _format_welcome(url: str, store: str, demo_token: str) -> str:
     server = "" if url == DEFAULT_SERVER else f" --server {url}"
     return (
         f"The fleet's service answers at {url}, and keeps its files in {store}.\n"
-        f"Its pages are there too; sign in with the token in {get_token_path()}.\n"
+        f"Its pages are there too; sign in with the token in {get_token_path(url)}.\n"
         f"Try: traceloom upload CAPTURE{server}; traceloom fleet check{server}"
     )

@@ -34,9 +34,10 @@ _OUTAGE_S, _TAKEOVER_S = 600.0, 10.0
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._@+=-]")
 
 
-def get_token_path() -> Path:
-    """Returns where a service of this user stores the token for this user's commands."""
-    return user_config_path("traceloom") / "fleet-token"
+def get_token_path(url: str) -> Path:
+    """Returns where this user's service at a URL stores the token for this user's commands."""
+    suffix = "" if url == DEFAULT_SERVER else f"-{urlsplit(url).port}"
+    return user_config_path("traceloom") / f"fleet-token{suffix}"
 
 
 class FleetClient:
@@ -67,7 +68,9 @@ class FleetClient:
             DEFAULT_SERVER.rpartition(":")[0]
         ):  # it is valid for this host's service only
             try:
-                self._token = get_token_path().read_text(encoding="ascii", errors="replace").strip()
+                self._token = (
+                    get_token_path(self.url).read_text(encoding="ascii", errors="replace").strip()
+                )
             except OSError:  # the service reports that a token is needed
                 self._token = ""
 

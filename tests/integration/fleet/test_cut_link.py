@@ -91,7 +91,11 @@ class Service:
         if f"answers at {self.url}," not in self.log.read_text():
             return False
         token = (
-            Path(self.environment["XDG_CONFIG_HOME"], "traceloom", "fleet-token")
+            Path(
+                self.environment["XDG_CONFIG_HOME"],
+                "traceloom",
+                f"fleet-token-{self.url.rpartition(':')[2]}",
+            )
             .read_text()
             .strip()
         )

@@ -69,7 +69,11 @@ class Service:
 
     def client(self) -> FleetClient:
         """Who asks it without a process of its own."""
-        token = Path(self.environment["XDG_CONFIG_HOME"]) / "traceloom" / "fleet-token"
+        token = (
+            Path(self.environment["XDG_CONFIG_HOME"])
+            / "traceloom"
+            / f"fleet-token-{self.url.rpartition(':')[2]}"
+        )
         return FleetClient(self.url, token.read_text().strip())
 
     def close(self) -> None:

@@ -282,8 +282,7 @@ def test_an_upload_goes_on_through_outages_of_service_and_store(
         if fails:
             saying(503, b"<Error><Code>SlowDown</Code></Error>")(request)
         elif request.path.endswith("/captures"):
-            host, port = request.server.server_address[:2]
-            store = f"http://{host!s}:{port}/bucket"
+            store = f"http://{request.headers['Host']}/bucket"
             uploads = [{"name": name, "url": f"{store}/{name}?signed"} for name in sent]
             saying(200, json.dumps({"id": "c", "uploads": uploads}).encode())(request)
         elif request.path.startswith("/bucket"):

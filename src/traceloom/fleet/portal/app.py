@@ -155,14 +155,14 @@ class SessionAuthentication:
         sha256 = self.state.session(secret)
         return None if sha256 is None else self.state.find_token_by_hash(sha256)
 
-    def _of_user(self, user: str) -> TokenRecord:
+    def _of_user(self, user: str) -> TokenRecord | None:
         assert self.proxy is not None
-        user_token = next(
-            (token for token in self.state.tokens() if token.name == user and token.opens), None
-        )
+        token = next((token for token in self.state.tokens() if token.name == user), None)
+        if token is not None and token.revoked_ns:
+            return None
         return TokenRecord(
             name=user,
-            role=user_token.role if user_token else self.proxy.role,
+            role=token.role if token is not None and token.opens else self.proxy.role,
             created_ns=0,
             expires_ns=0,
             revoked_ns=0,

@@ -171,6 +171,13 @@ def test_a_proxy_gives_nobody_the_role_of_a_token_that_holds_no_more(
     assert service.browse("/audit", X_User="guest").status == 403
 
 
+def test_a_proxy_lets_nobody_in_whose_token_was_revoked(service: RunningService) -> None:
+    token(service, "gone", "viewer")
+    assert service.browse("/", X_User="gone").status == 200
+    assert service.ask("DELETE", "/api/v1/tokens/gone")[0] == 200
+    assert service.browse("/", X_User="gone").status == 303
+
+
 def test_a_page_that_is_not_there_leads_on_by_the_menu(service: RunningService) -> None:
     seen = service.browse("/nothing", service.signed_in())
     assert seen.status == 404
