@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from traceloom.errors import InputError, UsageError
 from traceloom.findings import (
     communication,
     host_bound,
@@ -15,6 +16,8 @@ from traceloom.findings.context import Context
 from traceloom.findings.ranking import Ranked, rank
 from traceloom.findings.rule import FindingRule
 from traceloom.trace.session import Session
+
+MAX_STEP_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 
 RULES: tuple[FindingRule, ...] = (
     *host_waits.DATA_RULES,
@@ -50,4 +53,24 @@ def findings(session: Session) -> Ranked:
     return rank(Context.of(session), RULES)
 
 
-__all__ = ["RULES", "Context", "FindingRule", "Ranked", "findings", "rank"]
+def find_linkable(session: Session) -> tuple[Context, Ranked] | str:
+    """Returns what findings are of, and these; or why the run has none: it is too large to be
+    linked, or its traces cannot form one graph.
+    """
+    if not session.event_count:
+        return "the traces hold no events"
+    steps = max((trace.steps.height for trace in session.traces), default=0) or 1
+    step_events = session.event_count // steps
+    if step_events > MAX_STEP_EVENTS:
+        return (
+            f"about {step_events:,} events would have to be linked, more than {MAX_STEP_EVENTS:,}; choose ranks with "
+            "--rank"
+        )
+    context = Context.of(session)
+    try:
+        return context, rank(context, RULES)
+    except (InputError, UsageError) as error:  # two windows of a rank, ranks unknown
+        return f"the traces cannot be linked: {error}"
+
+
+__all__ = ["RULES", "Context", "FindingRule", "Ranked", "find_linkable", "findings", "rank"]

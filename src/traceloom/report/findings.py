@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from traceloom.errors import InputError, UsageError
 from traceloom.report.document import ReportOptions, UnknownValues
 from traceloom.report.sections import FINDINGS, NOT_REQUESTED_REASON
 from traceloom.system import process
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from traceloom.report.documents.report import FindingRow, FindingsGroundValue
 
 _NO_FRAMES_REASON = "Python frames were not recorded (record with --stacks, or with_stack=True)"
-MAX_STEP_EVENTS = 3_000_000  # a graph takes about 1 kB of memory for each
 MIN_PROCESS_EVENTS = 1_000_000  # below, another process costs more than it saves
 
 
@@ -119,26 +117,12 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
     """
     if not options.wants(FINDINGS):
         return _skip_findings(NOT_REQUESTED_REASON, absent)
-    events = session.event_count
-    if not events:
-        return _skip_findings("the traces hold no events", absent)
-    from traceloom.findings import RULES, Context, rank  # loaded when needed
+    from traceloom.findings import find_linkable  # loaded when needed
 
-    context = Context.of(session)
-    steps = max((trace.steps.height for trace in session.traces), default=0) or 1
-    if events // steps > MAX_STEP_EVENTS:
-        return _skip_findings(
-            f"about {events // steps:,} events would have to be linked, more than {MAX_STEP_EVENTS:,}; choose ranks with "
-            "--rank",
-            absent,
-        )
-    try:
-        ranked = rank(context, RULES)
-    except (
-        InputError,
-        UsageError,
-    ) as error:  # traces that cannot form one graph: two windows of a rank, ranks unknown
-        return _skip_findings(f"the traces cannot be linked: {error}", absent)
+    found = find_linkable(session)
+    if isinstance(found, str):
+        return _skip_findings(found, absent)
+    context, ranked = found
     rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
     rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
     for row in rows:

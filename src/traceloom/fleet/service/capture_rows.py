@@ -12,7 +12,7 @@ from traceloom import __version__, analyze
 from traceloom.analyze.idle import CAUSES
 from traceloom.analyze.kernel_efficiency import classify_bounds
 from traceloom.analyze.kernels import KEYS, collect_shaped_work
-from traceloom.findings import findings
+from traceloom.findings import find_linkable
 from traceloom.fleet.store.schema import SCHEMAS, get_utc_day
 from traceloom.report.run import SectionErrors
 from traceloom.trace.session import Session
@@ -99,7 +99,8 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
         ):
             if quantity in shares:
                 shares[quantity].append(mean)
-    ranked = faults.guard("findings", partial(findings, session))
+    found = faults.guard("findings", partial(find_linkable, session))
+    ranked = None if found is None or isinstance(found, str) else found[1]
     answer = faults.guard("answer", partial(analyze.answer, session))
     names = {name for frame in tables["devices"] for name in frame["device_model"]}
     hosts = {trace.meta.host for trace in session.traces} - {None}
@@ -114,7 +115,7 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
         "start_ns": start_ns,
         "window_ns": max((t.end_ns for t in session.traces if t.events.height), default=0)
         - session.epoch_ns,
-        "ranks": len({trace.rank for trace in session.traces}),
+        "ranks": len(set(session.process_numbers)),
         "hosts": len(hosts) or None,
         "device_model": names.pop() if len(names) == 1 else None,
         "torch": next(filter(None, [*torch, _get_torch_version(session.capture)]), None),

@@ -23,6 +23,7 @@ from traceloom.report import ReportOptions, build
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import TELEMETRY_SCHEMA, Session
 
+FAILING = DATA / "failing" / "05_two_processes_without_rank"
 ORIGIN = CaptureOrigin("c0", 1_790_000_000 * 10**9, request="r", job="j", code="abc")
 QUICK = (
     "h100_bert_small",
@@ -198,8 +199,36 @@ def test_what_fails_by_our_fault_is_left_out_and_said(monkeypatch: pytest.Monkey
     def fails(_: object) -> None:
         raise AssertionError("broken")
 
-    monkeypatch.setattr(capture_rows, "findings", fails)
+    monkeypatch.setattr(capture_rows, "find_linkable", fails)
     tables = build_capture_rows(session(), ORIGIN)
     assert tables["findings"].height == 0
     assert "section-failed" in tables["captures"]["notices"].item().to_list()
     assert tables["devices"].height == 1
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_replicas_without_ranks_have_the_rows_of_each_as_their_report_does(replicas: int) -> None:
+    """As the replicas of a server, which cannot form one graph."""
+    traces = []
+    for number in range(replicas):
+        builder = TraceBuilder()
+        busy_step(builder, 0, 10 * number)
+        trace = builder.build()
+        meta = replace(trace.meta, rank=None, process=100 + number, path=f"pid{number}.json")
+        traces.append(replace(trace, meta=meta))
+    together = Session(tuple(traces), "replicas")
+    tables = build_capture_rows(together, ORIGIN)
+    document = build(together, ReportOptions())
+    assert document["findings"] == []
+    assert tables["captures"]["ranks"].to_list() == [replicas]
+    assert tables["findings"].is_empty()
+    alone = [build_capture_rows(Session((trace,), "one"), ORIGIN) for trace in traces]
+    for name in ("devices", "kernels"):
+        rows = [row for each in alone for row in each[name].rows()]
+        assert sorted(tables[name].rows(), key=str) == sorted(rows, key=str)
+
+
+@pytest.mark.skipif(not FAILING.exists(), reason="the given recordings are not there")
+def test_given_processes_without_ranks_are_a_capture() -> None:
+    tables = build_capture_rows(load(FAILING), ORIGIN)
+    assert tables["captures"]["ranks"].to_list() == [2]
