@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=types.parse_count,
         metavar="N",
-        help="so many steps; quicker than a duration",
+        help="so many steps: all ranks begin with one step where the steps of all are known, else at one instant",
     )
     window.add_argument(
         "--duration", type=types.parse_duration, metavar="T", help="so long, as 500ms or 2s"
@@ -113,11 +113,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--choose",
         choices=("slowest-and-median",),
         help="of a job only the slowest rank and one in the middle",
-    )
-    fleet.add_argument(
-        "--by-step",
-        action="store_true",
-        help="all ranks begin with one step, where agents know the steps of all, else at one instant as usual",
     )
     parser.add_argument("--list", action="store_true", help="show requests and how far they are")
     parser.add_argument("--cancel", metavar="REQUEST", help="cancel a request")
@@ -432,7 +427,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
             where=args.output,
             hint="name another -o",
         )
-    start = "step" if args.by_step else "instant"
+    start = "step" if args.steps and not args.at else "instant"
     request = client.post("requests", {"spec": spec, "choose": args.choose or "", "start": start})
     try:
         request = _watch_fleet_trace(args, client, request)
@@ -441,7 +436,7 @@ def run_fleet_trace(args: argparse.Namespace, client: FleetClient, spec: dict[st
         raise
     if args.json:
         print(json.dumps(request, indent=2))
-    if args.by_step and not args.quiet:
+    if start == "step" and not args.quiet:
         step = f"All began with step {request['start_step']}." if request["start_step"] else ""
         print(sanitize(" ".join(filter(None, (step, request["start_detail"])))), file=sys.stderr)
     if request["state"] in {"failed", "cancelled"}:

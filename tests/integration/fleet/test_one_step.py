@@ -81,7 +81,6 @@ def test_traces_begin_with_one_step(tmp_path: Path) -> None:
             JOB,
             "--steps",
             "3",
-            "--by-step",
             "-o",
             str(tmp_path / "run"),
             "--json",

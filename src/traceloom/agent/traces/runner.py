@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,12 @@ from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import base
 from traceloom.agent.profilers.attached import AttachedMemoryProfiler, AttachedTimelineProfiler
 from traceloom.agent.profilers.base import Profiler, ProfilerError, Window
-from traceloom.agent.profilers.timeline import StartBarrier, TimelineOrder, TimelineProfiler
+from traceloom.agent.profilers.timeline import (
+    START_LEAD_S,
+    StartBarrier,
+    TimelineOrder,
+    TimelineProfiler,
+)
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.traces.files import TraceDirectories, write_document
 from traceloom.agent.traces.requests import (
@@ -391,6 +397,8 @@ class TraceService:
             and target.start_ns is None
         }
         has_others = any(target.profiler != "timeline" for target in open_targets)
+        if waiting == traced and not has_others:
+            request.at_step = request.at_step or self._choose_step(request.spec, traced)
         start = None
         if not request.at_step and (len(traced) > 1 or has_others or request.spec.at_ns):
             start = StartBarrier(waiting, request.spec.at_ns)
@@ -411,6 +419,25 @@ class TraceService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._targets.pop(request.id, None)
+
+    def _choose_step(self, spec: TraceSpec, processes: Collection[str]) -> int:
+        """Returns the step with which several processes begin; 0 where it is not by steps, or not all
+        of their steps are known and agree, so that they begin at one instant.
+        """
+        paces = [(self.steps.total(key), self.steps.per_second(key)) for key in processes]
+        known = [(made, rate) for made, rate in paces if made is not None and rate]
+        if len(known) < max(len(paces), 2) or spec.steps is None or spec.at_ns:
+            return 0
+        made, rate = max(number for number, _ in known), max(rate for _, rate in known)
+        if made - min(number for number, _ in known) > max(2.0, rate):
+            return 0
+        intervals_s = (
+            self.registry.clients[key].interval_s
+            for key in processes
+            if key in self.registry.clients
+        )
+        lead_s = START_LEAD_S + max(intervals_s, default=0.0) + 1.0
+        return made + math.ceil(rate * lead_s) + 1
 
     async def _target(
         self, request: TraceRequest, target: TraceTarget, start: StartBarrier | None

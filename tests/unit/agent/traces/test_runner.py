@@ -124,3 +124,21 @@ def test_refused(host: Host, attach: bool, wanted: dict[str, object], slug: str)
 
     assert asyncio.run(submitted()) == slug
     assert not (host.folder / "traces").exists()
+
+
+def test_ranks_whose_steps_are_known_and_agree_begin_with_one_step(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace_service = host.trace_service()
+    made: dict[str, int | None] = {"a": 100, "b": 101}
+    rates: dict[str, float | None] = {"a": 10.0, "b": 9.0}
+    monkeypatch.setattr(trace_service.steps, "total", made.get)
+    monkeypatch.setattr(trace_service.steps, "per_second", rates.get)
+    by_steps = TraceSpec(steps=3)
+    assert trace_service._choose_step(by_steps, ["a", "b"]) == 101 + 40 + 1  # four seconds ahead
+    assert trace_service._choose_step(by_steps, ["a"]) == 0
+    assert trace_service._choose_step(TraceSpec(duration_s=1.0), ["a", "b"]) == 0
+    assert trace_service._choose_step(TraceSpec(steps=3, at_ns=5), ["a", "b"]) == 0
+    assert trace_service._choose_step(by_steps, ["a", "b", "c"]) == 0  # unknown
+    made["b"] = 160
+    assert trace_service._choose_step(by_steps, ["a", "b"]) == 0  # jobs of their own
