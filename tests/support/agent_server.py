@@ -90,7 +90,7 @@ def full_board() -> Snapshot:
             vendor="nvidia",
             model="H100",
             parent="GPU-1",
-            partition="1g.10gb 7",
+            partition="1g.10gb gi=7 ci=0",
         ),
     }
     anna, bert = (

@@ -24,6 +24,7 @@ from traceloom.agent.fleet_link.protocol import (  # noqa: E402
 )
 from traceloom.agent.traces.requests import TraceTarget  # noqa: E402
 from traceloom.errors import InputError  # noqa: E402
+from traceloom.fleet.handlers.admin import _build_triggers_answer  # noqa: E402
 from traceloom.fleet.rules import FleetRules  # noqa: E402
 from traceloom.fleet.service.requests import HostRegistry  # noqa: E402
 from traceloom.fleet.store.database import LEADER  # noqa: E402
@@ -359,3 +360,18 @@ def test_a_new_regression_is_told_once_and_traces_a_job_that_shows_it(
     with_fleet(
         stores, tmp_path, '[[triggers]]\nname = "slower"\non = "regression"\nby = 0.2\n', test
     )
+
+
+def test_rules_that_are_only_tried_are_shown_with_their_own_budget(
+    stores: Stores, tmp_path: Path
+) -> None:
+    proposed = FleetRules.of("[budget]\ntraces_per_day = 7\nmb_per_day = 5\nshare = 0.125\n")
+
+    async def test(fleet: Fleet) -> None:
+        tried = _build_triggers_answer(fleet.triggers, proposed, "text")
+        assert (tried.traces_per_day, tried.traces_left, tried.bytes_per_day) == (7, 7, 5_000_000)
+        assert (tried.share, tried.rules) == (0.125, [])
+        kept = _build_triggers_answer(fleet.triggers)
+        assert (kept.traces_per_day, [rule.name for rule in kept.rules]) == (2, ["idle"])
+
+    with_fleet(stores, tmp_path, USAGE, test)

@@ -34,7 +34,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     pci: str = ""
     driver: str = ""
     parent: str = ""  # of a partition: uuid of its device
-    partition: str = ""  # profile of the partition, such as `1g.10gb`, with its ids
+    partition: str = ""  # profile of the partition if known, with its ids: `1g.10gb gi=3 ci=0`
     memory_bytes: int | None = None
     multiprocessors: int | None = None
     highest_clock_hz: float | None = None
@@ -42,6 +42,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     # Owner, if the back end reports it: job, user, pod, namespace, container ...
     owner: dict[str, str] = {}
     stale: str = ""  # why it cannot be read now; "" if it can
+
+    @property
+    def instance(self) -> str:
+        """Returns the number of a partition on its device, as `gi=3`; "" if unknown."""
+        return next((part for part in self.partition.split() if part.startswith("gi=")), "")
 
 
 class DeviceProcess(msgspec.Struct, frozen=True, kw_only=True):

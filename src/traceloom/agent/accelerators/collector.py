@@ -216,16 +216,14 @@ def _replace_partition_uuids(sample: Sample, known_devices: Mapping[str, Device]
 
     Exporters name a partition by its device and number, as `3g.40gb gi=2`, and not by its uuid.
     """
-    uuids_by_partition: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
+    uuids_by_partition: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for device in known_devices.values():
         if device.parent:
-            uuids_by_partition[(device.parent, *device.partition.split()[:2])].append(device.uuid)
+            uuids_by_partition[(device.parent, device.instance)].append(device.uuid)
     known_uuid_by_uuid: dict[str, str] = {}
     for device in sample.devices:
         candidates = (
-            uuids_by_partition.get((device.parent, *device.partition.split()[:2]), ())
-            if device.parent
-            else ()
+            uuids_by_partition.get((device.parent, device.instance), ()) if device.parent else ()
         )
         if len(candidates) == 1:  # else several compute instances share its number
             known_uuid_by_uuid[device.uuid] = candidates[0]

@@ -748,7 +748,7 @@ class NvmlAccelerator:
                 uuid=uuid,
                 index=f"{entry.device.index}:{slot}",
                 parent=entry.device.uuid,
-                partition=f"{name.rpartition('MIG ')[2]} gi={instance} ci={compute}",
+                partition=f"{name.partition('MIG ')[2]} gi={instance} ci={compute}".strip(),
                 multiprocessors=attributes.multiprocessorCount if attributes else None,
                 memory_bytes=attributes.memorySizeMB * MIB if attributes else None,
             )

@@ -180,7 +180,9 @@ def build_device(labels: Mapping[str, str]) -> Device | None:
             model=labels.get("modelName", ""),
             pci=labels.get("pci_bus_id", ""),
             driver=labels.get("DCGM_FI_DRIVER_VERSION", ""),
-            partition=f"{labels.get('GPU_I_PROFILE', '')} gi={instance}" if instance else "",
+            partition=f"{labels.get('GPU_I_PROFILE', '')} gi={instance}".strip()
+            if instance
+            else "",
             # The number of multiprocessors of a partition is unknown.
             multiprocessors=model.multiprocessors if model and not instance else None,
             highest_clock_hz=model.highest_clock_hz if model else None,

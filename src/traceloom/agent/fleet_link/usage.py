@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,10 +135,15 @@ class UsageAccumulator:
 
     def _rows(self, minute: int, models: Mapping[str, str]) -> Iterator[UsageRow]:
         uses = self._minutes.pop(minute)
-        rows_of_job = Counter(use.job for use in uses)
+        device_ms: dict[tuple[str, str], int] = defaultdict(int)
+        weights: dict[str, list[float]] = defaultdict(list)
+        for use, amounts in uses.items():
+            device_ms[use.job, use.device] += amounts.ms
+        for use, amounts in uses.items():
+            weights[use.job].append(amounts.ms / device_ms[use.job, use.device])
         read = {  # split equally over the devices, as the actual split is unknown
-            job: iter(split_by_weights(round(self._bytes[minute, job]), [1.0] * count))
-            for job, count in rows_of_job.items()
+            job: iter(split_by_weights(round(self._bytes[minute, job]), parts))
+            for job, parts in weights.items()
             if (minute, job) in self._bytes
         }
         for use, amounts in uses.items():

@@ -10,8 +10,7 @@ everything.
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -29,10 +28,12 @@ def build_dcgm_families(host_snapshot: ReadableSnapshot, host: str) -> list[Fami
     """Returns families with dcgm-exporter's names, without series of unknown devices."""
     labels = build_device_labels(host_snapshot, host)
     families: dict[str, Family] = {}
-    for (name, values), value, _ in host_snapshot.values():
+    # Several collectors may have a series.
+    latest = {
+        key: value for key, value, _ in host_snapshot.values() if METRICS[key[0]].dcgm_aliases
+    }
+    for (name, values), value in latest.items():
         metric = METRICS[name]
-        if not metric.dcgm_aliases:
-            continue
         series_labels = dict(zip(metric.labels, values, strict=True))
         device = labels.get(series_labels.get("device", ""))
         if device is None:
@@ -70,6 +71,7 @@ def build_device_labels(host_snapshot: ReadableSnapshot, host: str) -> dict[str,
                 (process_owner.pod, process_owner.namespace, process_owner.container, scheduled)
             )
     labels_by_device = {}
+    shared = Counter((device.parent, device.instance) for device in host_snapshot.devices.values())
     for uuid, device in host_snapshot.devices.items():
         physical_device = host_snapshot.devices.get(device.parent, device)
         labels = {
@@ -82,11 +84,12 @@ def build_device_labels(host_snapshot: ReadableSnapshot, host: str) -> dict[str,
             "DCGM_FI_DRIVER_VERSION": physical_device.driver,
         }
         if device.parent:
-            profile, *numbers = device.partition.split()
             labels |= {
-                "GPU_I_PROFILE": profile,
-                "GPU_I_ID": "".join(re.findall(r"\d+", " ".join(numbers))[:1]) or device.index,
+                "GPU_I_PROFILE": device.partition.partition("gi=")[0].strip(),
+                "GPU_I_ID": device.instance.removeprefix("gi=") or device.index,
             }
+            if shared[device.parent, device.instance] > 1:  # compute instances of one of these
+                labels["GPU_C_ID"] = device.partition.rpartition("ci=")[2]
         owner = owners[uuid].copy() - {("", "", "", "")}
         if len(owner) == 1:
             names = ("pod", "namespace", "container", "hpc_job")

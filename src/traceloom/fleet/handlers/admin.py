@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from copy import copy
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -18,7 +19,6 @@ from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute
 from traceloom.fleet.questions.declaration import TimeQuery
 from traceloom.fleet.rules import (
     MAX_BYTES,
-    AnyFleetRule,
     FleetRules,
     get_rule_kind,
     parse_prices,
@@ -303,12 +303,14 @@ class FleetTriggersResponse(HttpResponseBody, frozen=True):
 
 def _build_triggers_answer(
     triggers: FleetTriggerEngine,
-    rules: Iterable[AnyFleetRule] | None = None,
+    proposed: FleetRules | None = None,
     text: str | None = None,
 ) -> FleetTriggersResponse:
-    """Builds the answer about these rules; None: about the active ones."""
-    now_ns, ledger, answers = triggers.registry.clock(), triggers.ledger, []
-    for rule in triggers.rules.values() if rules is None else rules:
+    """Builds the answer about these rules and their budget; None: about the active ones."""
+    now_ns, ledger, answers = triggers.registry.clock(), copy(triggers.ledger), []
+    if proposed is not None:
+        ledger.budget = proposed.budget
+    for rule in triggers.rules.values() if proposed is None else proposed.triggers:
         counts = triggers.counts.get(rule.name) or RuleCounts()
         answers.append(
             FleetTriggerResponse(
@@ -340,7 +342,7 @@ async def _set_triggers(context: FleetRequestContext) -> FleetTriggersResponse:
     body, triggers = await context.body(FleetTriggersBody), context.triggers()
     try:
         if body.dry_run:
-            return _build_triggers_answer(triggers, FleetRules.of(body.toml).triggers, body.toml)
+            return _build_triggers_answer(triggers, FleetRules.of(body.toml), body.toml)
         await triggers.set_rules(body.toml)
     except InputError as error:
         raise HttpError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import sqlite3
 from collections import Counter
 from collections.abc import Callable
@@ -182,3 +183,22 @@ def test_a_file_that_another_has_locked_is_not_put_aside(tmp_path: Path) -> None
         other.rollback()
     assert list(tmp_path.glob("*.damaged-*")) == []
     assert backlog.lost == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_that_a_job_reads_are_split_over_its_devices_however_many_rows_these_have(
+    seed: int,
+) -> None:
+    order, usage = random.Random(seed), UsageAccumulator()
+    devices = [f"g{number}" for number in range(order.randrange(1, 6))]
+    ticks = []
+    for device in devices:  # of some all is busy, others are idle and unknown too
+        idle, unknown = (order.choice((0, 7_000)) for _ in range(2))
+        busy = MINUTE_MS - idle - unknown
+        ticks.append(JobDeviceTime(device, "a", busy, idle, unknown, None, None))
+    usage.add((FIRST + 1) * MINUTE_MS * MS, ticks, {"a": 60_000.0})
+    rows = usage.take((FIRST + 1) * MINUTE_MS * MS, {})[FIRST]
+    assert sum(row.input_bytes or 0 for row in rows) == 60_000
+    for device in devices:
+        read = sum(row.input_bytes or 0 for row in rows if row.device == device)
+        assert read == pytest.approx(60_000 / len(devices), abs=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
+import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
@@ -12,7 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from support.agent_server import full_board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.publishers.openmetrics import is_openmetrics_preferred, render_openmetrics
+from traceloom.agent.publishers.openmetrics import (
+    build_device_labels,
+    is_openmetrics_preferred,
+    render_openmetrics,
+)
 from traceloom.agent.snapshot import Snapshot
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3"
@@ -189,3 +194,41 @@ def test_prometheus_finds_nothing_wrong_with_any_metric() -> None:
         ["promtool", "check", "metrics"], input=text, capture_output=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("partition", "profile", "number"),
+    [
+        ("gi=9", "", "9"),
+        ("1c.3g.40gb gi=2 ci=1", "1c.3g.40gb", "2"),
+        ("1g.10gb+me gi=7", "1g.10gb+me", "7"),
+    ],
+)
+def test_a_partition_is_read_with_and_without_its_profile(
+    partition: str, profile: str, number: str
+) -> None:
+    host_snapshot = full_board()
+    device = host_snapshot.devices["MIG-1"]
+    host_snapshot.devices["MIG-1"] = msgspec.structs.replace(device, partition=partition)
+    labels = build_device_labels(host_snapshot, "h")["MIG-1"]
+    assert (labels.get("GPU_I_PROFILE", ""), labels["GPU_I_ID"]) == (profile, number)
+
+
+def test_no_series_of_dcgm_is_there_twice() -> None:
+    """Two collectors have a series, and two compute instances share a GPU instance."""
+    host_snapshot = full_board()
+    device = host_snapshot.devices["MIG-1"]
+    for number in (0, 1):
+        uuid = f"MIG-shared{number}"
+        host_snapshot.devices[uuid] = msgspec.structs.replace(
+            device, uuid=uuid, partition=f"1c.3g.40gb gi=2 ci={number}"
+        )
+    for collector in ("one", "two"):
+        readings = [Reading("gpu_busy_ratio", (uuid,), 0.5) for uuid in host_snapshot.devices]
+        host_snapshot.put(collector, readings, 1)
+    text = render_openmetrics(host_snapshot, Config(compat=("dcgm",)))[0].decode()
+    series = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(series) == len(set(series))
+    assert sum(name.startswith("DCGM_FI_DEV_GPU_UTIL") for name in series) == len(
+        host_snapshot.devices
+    )
