@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-MAX_BYTES = 64 << 20  # then the file is renamed with a timestamp, never truncated
+MAX_BYTES = 64 << 20  # then the file is renamed with a timestamp
+MAX_FILES = 16  # the oldest ones beyond are deleted
 
 
 class AuditLog:
@@ -56,4 +57,6 @@ class AuditLog:
             return
         if size > MAX_BYTES:
             with contextlib.suppress(OSError):  # retried with the next line
+                for old in sorted(self.path.parent.glob(f"{self.path.name}.*"))[: 1 - MAX_FILES]:
+                    old.unlink()
                 self.path.rename(self.path.with_name(f"{self.path.name}.{time.time_ns()}"))

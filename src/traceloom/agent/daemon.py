@@ -69,6 +69,7 @@ from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.agent.triggers.watches import HangWatch
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
+from traceloom.server.access import RefusalCounter
 from traceloom.server.listener import serve
 from traceloom.server.problem import HttpError
 
@@ -102,6 +103,7 @@ class Agent:
         self.host_snapshot = Snapshot()
         self.history = History(locations.history, config.history)
         self.audit = AuditLog(locations.audit)
+        self._refusals = RefusalCounter()
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcessCollector(config, self.accelerators)
         self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
@@ -437,6 +439,11 @@ class Agent:
     ) -> None:
         """Write an action or a refusal to the audit log."""
         result = "done" if allowed else "not-allowed"
+        if not allowed:
+            times = self._refusals.count(actor, route)
+            if not times:
+                return
+            details |= {"times": times} if times > 1 else {}
         self._writing.submit(self.audit.write, actor, route, result, pid=pid, **details)
 
     def asked(self, route: str, code: int) -> None:

@@ -164,6 +164,13 @@ class RevokedResponse(HttpResponseBody, frozen=True):
     name: str
 
 
+class AuditParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
+    """Which entries: before an instant, at most so many."""
+
+    before_ns: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 2**63 - 1
+    most: Annotated[int, Meta(ge=1, le=1000)] = 1000
+
+
 class AuditResponse(HttpResponseBody, frozen=True):
     """The last lines of the audit, newest first."""
 

@@ -133,6 +133,7 @@ def authenticate_tcp_caller(
 
 
 AGENT_HINT = "`access.request_bytes` of agent.toml"
+_REFUSAL_ENTRY_S = 60.0
 _MAX_CALLERS = 4096  # the least recently seen are dropped
 
 
@@ -174,6 +175,24 @@ class RateLimiter:
                 retry_s=wait,
                 hint=self.hint,
             )
+
+
+class RefusalCounter:
+    """Counts repeated refusals, so that each has an entry in the audit at most once a minute."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        # what is refused -> (number since the last entry, time of that entry), last refused last
+        self._counts: dict[tuple[str, ...], tuple[int, float]] = {}
+
+    def count(self, *what: str) -> int:
+        """Counts a refusal; returns for how many an entry is due, 0: none."""
+        number, noted_s = self._counts.pop(what, (0, -math.inf))
+        is_due = self.clock() - noted_s >= _REFUSAL_ENTRY_S
+        self._counts[what] = (0, self.clock()) if is_due else (number + 1, noted_s)
+        if len(self._counts) > _MAX_CALLERS:
+            del self._counts[next(iter(self._counts))]
+        return number + 1 if is_due else 0
 
 
 class ConnectionLimiter:

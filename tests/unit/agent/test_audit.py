@@ -66,6 +66,18 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "target").read_text(encoding="utf-8")
 
 
+def test_the_oldest_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "MAX_BYTES", 100)
+    monkeypatch.setattr(audit, "MAX_FILES", 3)
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for number in range(40):
+        log.write("uid 1", f"request {number}", "done")
+    assert len(list(tmp_path.iterdir())) <= 3 + 1
+    kept = "".join(file.read_text(encoding="utf-8") for file in tmp_path.iterdir())
+    assert "request 39" in kept
+    assert 'request 3"' not in kept
+
+
 def test_a_large_file_is_put_aside_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audit, "MAX_BYTES", 300)
     log = AuditLog(tmp_path / "audit.jsonl")

@@ -189,6 +189,13 @@ class TraceService:
         for task in self._targets.get(request.id, []):
             task.cancel("cancelled")
 
+    async def end(self, request: TraceRequest, seconds: float) -> None:
+        """Cancel a request, and wait for so long at most until it has ended."""
+        await asyncio.sleep(0.05)  # tasks of one that was just made begin first
+        self.cancel(request)
+        if task := self._running.get(request.id):
+            await asyncio.wait({task}, timeout=seconds)
+
     async def changes(self, request: TraceRequest) -> AsyncIterator[TraceRequest]:
         """Yields the request now, and again after each change, until it has ended."""
         while True:

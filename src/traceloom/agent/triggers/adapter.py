@@ -6,7 +6,7 @@ import asyncio
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from traceloom.agent.config import (
     AnyRule,
     CadenceRule,
     Config,
+    HangRule,
     MetricRule,
     OomKillRule,
     StepRegressionRule,
@@ -52,6 +53,7 @@ from traceloom.agent.triggers.watches import (
     XidWatch,
     match_rule_series,
 )
+from traceloom.server.access import RefusalCounter
 from traceloom.server.problem import HttpError
 
 LOG = logging.getLogger("traceloom.agent")
@@ -59,6 +61,7 @@ DEFAULT_STEPS = 3
 _RETRY_AFTER_NS = 60 * 10**9  # after a refusal, while the occurrence lasts
 _NEVER_NS = 1 << 63
 _ASSUMED_STEP_S = 1.0  # if the step rate of a process is unknown
+_GIVE_WAY_S = 5.0
 _MAX_ATTEMPTS = 8192  # (rule, target) pairs kept
 _REFUSAL_REASONS = (
     "cooldown",
@@ -84,7 +87,6 @@ class _Attempt(NamedTuple):
 
     episodes: frozenset[str]
     again_ns: int
-    noted_ns: int  # when a refusal was last in the audit log
 
 
 class TriggerEngine:
@@ -134,6 +136,7 @@ class TriggerEngine:
             name: self._watch(rule, now_ns) for name, rule in self.rules.items()
         }
         self._defects: dict[str, str] = {}  # rule -> last exception of its watch
+        self._refusals = RefusalCounter(lambda: self.now_ns / 1e9)
         self._tried: dict[tuple[str, int, str], _Attempt] = {}
         self._changed: set[str] = set()  # rules whose counts are not written yet
 
@@ -167,7 +170,7 @@ class TriggerEngine:
         longest = max((rule.cooldown for rule in self.rules.values()), default=0.0)
         self._write(removed=self.ledger.forget(now_ns - max(DAY_NS, int(longest * 1e9))))
         self._values.refresh()
-        for name, rule in self.rules.items():
+        for name, rule in sorted(self.rules.items(), key=lambda item: _get_priority(item[1])):
             watch = self.watches[name]
             try:
                 occurrences: _Occurrences = {}
@@ -306,7 +309,7 @@ class TriggerEngine:
             refusal = await self._request(rule, firing, target, now_ns)
         cooldown_ns = int((cooling or rule.cooldown) * 1e9)
         if refusal is None:
-            retry_ns, noted_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS, 0
+            retry_ns = now_ns + cooldown_ns if firing.lasts else _NEVER_NS
         else:
             retry_ns = now_ns + (cooldown_ns if cooling else _RETRY_AFTER_NS)
             counts = self.counts[rule.name]
@@ -320,17 +323,16 @@ class TriggerEngine:
                 detail=refusal.detail,
             )
             self._changed.add(rule.name)
-            noted_ns = tried.noted_ns if tried is not None else 0
-            # At most once a minute in the audit log.
-            if not noted_ns or now_ns - noted_ns >= _RETRY_AFTER_NS:
-                noted_ns = now_ns
+            times = self._refusals.count(rule.name, str(target.uid), target.key)
+            if times:
                 facts = {"target": target.key, "detail": refusal.detail, "why": firing.what}
+                facts |= {"times": str(times)} if times > 1 else {}
                 write = partial(
                     self._audit.write, f"trigger {rule.name}", "trigger", refusal.reason, **facts
                 )
                 self._disk.submit(write)
         self._tried.pop(key, None)  # keeps the order by the last attempt
-        self._tried[key] = _Attempt(episodes, retry_ns, noted_ns)
+        self._tried[key] = _Attempt(episodes, retry_ns)
         if len(self._tried) > _MAX_ATTEMPTS:
             del self._tried[next(iter(self._tried))]
 
@@ -350,6 +352,7 @@ class TriggerEngine:
 
         try:
             processes = self._desk.matching(spec, may_trace)  # includes children of a launcher
+            await self._give_way(rule, {process.key for process in processes})
             if any(self._desk.is_traced(process.key) for process in processes):
                 return TriggerRefusal("traced", "it is being traced already")
             seconds = {process.key: self._seconds(spec, process.key) for process in processes}
@@ -380,6 +383,20 @@ class TriggerEngine:
             partial(self._audit.write, f"trigger {rule.name}", "trigger", "done", **facts)
         )
         return None
+
+    async def _give_way(self, rule: TriggerRule, processes: Collection[str]) -> None:
+        """Cancels timelines of these processes that rules of a lower priority asked for: a cadence's
+        waits for steps that a hanging job does not make.
+        """
+        for request in list(self._desk.requests.values()):
+            other = self.rules.get(request.trigger.rule) if request.trigger is not None else None
+            if (
+                other is not None
+                and not request.ended
+                and _get_priority(other) > _get_priority(rule)
+                and any(target.process in processes for target in request.targets)
+            ):
+                await self._desk.end(request, _GIVE_WAY_S)
 
     def _seconds(self, spec: TraceSpec, process: str) -> float:
         """Returns an upper estimate of the trace duration of a process."""
@@ -454,6 +471,12 @@ def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> Tra
         shapes=rule.shapes,
         stacks=rule.stacks,
     )
+
+
+def _get_priority(rule: AnyRule | TriggerRule) -> int:
+    """Returns the place of a rule's kind: what will not come again goes first."""
+    kinds: dict[type, int] = {HangRule: 0, OomKillRule: 1, XidRule: 2, CadenceRule: 4}
+    return kinds.get(type(rule), 3)
 
 
 def get_rule_kind(rule: AnyRule) -> str:

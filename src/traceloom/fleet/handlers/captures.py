@@ -467,6 +467,12 @@ async def _revoke(context: FleetRequestContext) -> forms.RevokedResponse:
     return forms.RevokedResponse(name=name)
 
 
+async def _list_audit(context: FleetRequestContext) -> forms.AuditResponse:
+    asked = context.parameters(forms.AuditParameters)
+    entries = await asyncio.to_thread(context.service.state.audit, asked.most, asked.before_ns)
+    return forms.AuditResponse(entries=entries)
+
+
 FLEET_ROUTES = (
     FleetRoute(
         path="/healthz",
@@ -605,10 +611,9 @@ FLEET_ROUTES = (
         summary="Who did what",
         answer=forms.AuditResponse,
         role="admin",
-        refuses=(403,),
-        answers=lambda asked: asyncio.to_thread(
-            lambda: forms.AuditResponse(entries=asked.service.state.audit())
-        ),
+        refuses=(400, 403),
+        parameters=forms.AuditParameters,
+        answers=_list_audit,
     ),
 )
 

@@ -165,12 +165,12 @@ async def check_role(context: FleetRequestContext, role: Role | None) -> None:
         HttpError: `not-allowed`.
     """
     if role is not None and not has_role(context.token, role):
-        await asyncio.to_thread(
-            context.service.state.note,
-            context.token.name,
-            context.request.state.what,
-            "not-allowed",
-        )
+        what = context.request.state.what
+        route = getattr(context.request.state, "route", what)
+        if times := context.service.refusals.count(context.token.name, route):
+            details = {"times": str(times)} if times > 1 else {}
+            note = context.service.state.note
+            await asyncio.to_thread(note, context.token.name, what, "not-allowed", details)
         raise HttpError(
             403,
             f"this needs the role {role}, and the token has {context.token.role}",

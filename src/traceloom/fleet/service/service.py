@@ -36,7 +36,7 @@ from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 from traceloom.fleet.triggers import FleetTriggerEngine
-from traceloom.server.access import ConnectionLimiter
+from traceloom.server.access import ConnectionLimiter, RefusalCounter
 from traceloom.server.settings import Access, Tcp, host_and_port
 from traceloom.system import files
 
@@ -270,6 +270,7 @@ class FleetService:
         )
         self.questions = QueryService(tables, state)
         self.live_queries = LiveQueries(tables)
+        self.refusals = RefusalCounter()
         self.render_lock = asyncio.Lock()  # one report at a time
         self.hosts: HostRegistry | None = None  # set while this service leads
         self.incoming = incoming_directory

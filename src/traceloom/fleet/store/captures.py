@@ -599,11 +599,14 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 details=json.dumps(dict(details or {})),
             )
 
-    def audit(self, limit: int = 1000) -> list[AuditEntry]:
-        """Returns the latest entries of the audit log, newest first."""
+    def audit(self, limit: int = 1000, before_ns: int = 2**63 - 1) -> list[AuditEntry]:
+        """Returns the latest entries of the audit log before an instant, newest first."""
         with self._transaction() as connection:
             rows = self._rows(
-                connection, "SELECT * FROM audit ORDER BY at_ns DESC, id LIMIT :most", most=limit
+                connection,
+                "SELECT * FROM audit WHERE at_ns < :before ORDER BY at_ns DESC, id LIMIT :most",
+                before=before_ns,
+                most=limit,
             )
             return [
                 msgspec.convert(

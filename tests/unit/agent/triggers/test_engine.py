@@ -383,3 +383,46 @@ def test_a_disk_that_cannot_be_written_is_said_and_tried_again(tmp_path: Path) -
     assert not store.last_error
     assert (blocked / "triggers.db").stat().st_mode & 0o077 == 0
     store.close()
+
+
+class HangsOnce:
+    """A watch that sees a hang of the job when it is told so."""
+
+    def __init__(self) -> None:
+        self.hangs: list[Occurrence] = []
+
+    def check(self, now_ns: int) -> list[Occurrence]:
+        seen, self.hangs = self.hangs, []
+        return seen
+
+    def find_problem(self) -> str:
+        return ""
+
+
+def test_a_hang_is_recorded_though_a_lesser_rule_waits_for_steps(tmp_path: Path) -> None:
+    async def live() -> None:
+        watch = HangsOnce()
+        rules = Rules(
+            rule(HOT + "steps = 3\ncooldown = 1", "hot"),
+            rule('on = "hang"\nduration = 1.0\ncooldown = 1', "hung"),
+            folder=tmp_path,
+            watches={"hang": lambda _: watch},
+        )
+        rules.run(WORKER)
+        rules.put("gpu_power_watts", {("GPU-0",): 9.0})
+        (waits,) = await rules.after(1)
+        assert waits.trigger is not None
+        assert (waits.trigger.rule, waits.ended) == ("hot", False)
+        watch.hangs = [Occurrence({"job": "job"}, "h1", "it hangs")]
+        (recorded,) = await rules.after(1)
+        assert recorded.trigger is not None
+        assert (recorded.trigger.rule, waits.ended) == ("hung", True)
+        rules.put("gpu_power_watts", {("GPU-0",): 1.0})
+        await rules.after(10)
+        rules.put("gpu_power_watts", {("GPU-0",): 9.0})
+        assert await rules.after(10) == []  # it does not displace what is worth more
+        assert not recorded.ended
+        assert set(rules.triggers.counts["hot"].refusals) == {"traced"}
+        await rules.close()
+
+    asyncio.run(live())

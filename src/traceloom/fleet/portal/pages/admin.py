@@ -100,7 +100,10 @@ def build_audit_content(entries: list[AuditEntry]) -> PageContent:
         for entry in entries
     ]
     table = PageTable("audit", "The audit", AUDIT_COLUMNS, rows)
-    lead = "The last thousand lines. The database lets everybody only add to them."
+    lead = (
+        "The last thousand lines; /api/v1/audit?before_ns= gives earlier ones. The database lets everybody only add to "
+        "them. A refusal that is repeated has a line a minute, with its number."
+    )
     return PageContent("Audit", [ContentSection("audit", "Newest first", table)], lead=lead)
 
 
