@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import h11
 from starlette.datastructures import Headers
 
+from traceloom.errors import InputError
 from traceloom.system.service_address import ServiceAddress
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _NOT_FORWARDED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", 
 _MAX_REPLAYED_BYTES = 4 << 20
 _CONNECT_S = 2.0
 _ANSWER_S = 90.0  # longer than any route waits
-_PAGE_S = 2.0  # longer than a page waits
+_PAGE_S = 10.0  # longer than a page waits
 _READ_BYTES = 1 << 16
 
 _needed: ContextVar[list[bool]] = ContextVar("needed")
@@ -96,17 +97,15 @@ class LeaderForwarding:
     ) -> bool:
         """Sends the answer of the leader; returns False if it gives none."""
         leader = await asyncio.to_thread(self.service.state.leader)
-        if leader is None or not leader.url:
+        if leader is None:
             return False
-        address = ServiceAddress.of(leader.url)
+        term, url = leader
         try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(
-                    address.host, address.port, ssl=self._tls if address.tls else None
-                ),
-                _CONNECT_S,
-            )
-        except (OSError, asyncio.TimeoutError):
+            address = ServiceAddress.of(url)
+            tls = self._tls if address.tls else None
+            opening = asyncio.open_connection(address.host, address.port, ssl=tls)
+            reader, writer = await asyncio.wait_for(opening, _CONNECT_S)
+        except (InputError, OSError, asyncio.TimeoutError):
             return False
         connection = h11.Connection(h11.CLIENT)
         path, query = scope.get("raw_path") or scope["path"].encode(), scope["query_string"]
@@ -117,7 +116,7 @@ class LeaderForwarding:
             headers=[
                 *((name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED),
                 (b"connection", b"close"),
-                (_HEADER, f"{leader.term} {client}".encode()),
+                (_HEADER, f"{term} {client}".encode()),
             ],
         )
         writer.write(connection.send(request))

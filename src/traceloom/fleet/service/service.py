@@ -500,7 +500,8 @@ def ensure_local_token(state: ServiceState, path: Path) -> None:
         secret = path.read_text(encoding="ascii", errors="replace").strip()
         if secret and state.token(secret):
             return
-    name = f"local@{socket.gethostname()}"  # services of other hosts may share the state
+    # Services of other hosts, and others of this one, may share the state.
+    name = f"local{path.name.removeprefix('fleet-token')}@{socket.gethostname()}"
     state.revoke_token(name)
     secret = state.add_token(name, "admin")
     files.write(path, lambda file: file.write(secret.encode() + b"\n"), force=True, private=True)

@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
@@ -83,13 +83,6 @@ class Batch(msgspec.Struct, frozen=True):
     number: int
     again: bool
     tasks: tuple[TaskRecord, ...]
-
-
-class LeaderRecord(NamedTuple):
-    """The service that leads: its term, and the URL at which others reach it."""
-
-    term: str
-    url: str
 
 
 class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -501,8 +494,10 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             )
             return bool(self._change(connection, statement, name=name, holder=holder, until=until))
 
-    def leader(self) -> LeaderRecord | None:
-        """Returns the service that leads now; None if none does."""
+    def leader(self) -> tuple[str, str] | None:
+        """Returns the term of the service that leads now, and the URL at which others reach it; None if
+        none does.
+        """
         with self._transaction() as connection:
             rows = self._rows(
                 connection,
@@ -510,7 +505,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 name=LEADER,
                 now=self._now_ns(connection),
             )
-            return LeaderRecord(rows[0]["holder"], rows[0]["url"]) if rows else None
+            return (rows[0]["holder"], rows[0]["url"]) if rows else None
 
     def resign(self, holder: str) -> None:
         """Releases all leases of `holder`."""
