@@ -36,6 +36,34 @@ _MAX_UPLOAD_BYTES = 5000 << 20
 MiB).
 """
 _RETRY_OPTIONS = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
+_DECORATION = re.compile(r"\x1b\[\d*m|↳")
+_STORE_ERRORS = (
+    (("NoSuchBucket", "ContainerNotFound"), "there is no such bucket; it has to be made first"),
+    (
+        ("BadScheme", "URL scheme is not allowed"),
+        "its address is http without TLS, which AWS_ALLOW_HTTP=true allows",
+    ),
+    (
+        ("169.254.169.254", "metadata.google.internal", "NoCredentials"),
+        "there are no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or those of your store",
+    ),
+    (
+        ("invalid peer certificate", "UnknownIssuer", "InvalidCertificate"),
+        "its certificate is not trusted here; SSL_CERT_FILE names those that are",
+    ),
+    (
+        ("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+        "the bucket is of another region; AWS_REGION names it",
+    ),
+    (
+        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "AccessDenied", "AuthenticationFailed"),
+        "it refuses the credentials, or these may not do that",
+    ),
+    (
+        ("kind: Connect", "(Connect)", "dns error"),
+        "it cannot be reached; AWS_ENDPOINT_URL is the address of one that is not Amazon's",
+    ),
+)
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
@@ -299,7 +327,7 @@ class ObjectStore:
         return f"{self.url}/{name}"
 
     def _unreadable(self, name: str, error: Exception) -> InputError:
-        return unreadable(self._where(name), ValueError(str(error).partition("\n")[0]), "object")
+        return unreadable(self._where(name), ValueError(describe_store_error(error)), "object")
 
 
 class NewFile:
@@ -317,8 +345,20 @@ class NewFile:
         self._handle.write(chunk)
 
 
+def describe_store_error(error: Exception) -> str:
+    """Returns why a store fails, and where that is known what to set: its libraries only say
+    "Generic S3 error", and the cause in lines below.
+    """
+    text = getattr(error, "strerror", None) or str(error)
+    for signs, cause in _STORE_ERRORS:
+        if any(sign in text for sign in signs):
+            return cause
+    lines = text.partition("\n\nDebug source")[0].lower()
+    return " ".join(_DECORATION.sub(" ", lines).split())[:500]
+
+
 def _build_write_error(location: object, error: Exception) -> OutputError:
-    reason = (getattr(error, "strerror", None) or str(error)).partition("\n")[0].lower()
+    reason = describe_store_error(error)
     return OutputError(
         f"the object cannot be written: {reason}", slug="cannot-write", where=str(location)
     )

@@ -25,7 +25,7 @@ import polars as pl
 from polars.exceptions import PanicException, PolarsError
 
 from traceloom.errors import InputError, OutputError, TraceloomError, other_version
-from traceloom.fleet.store.objects import ObjectStore
+from traceloom.fleet.store.objects import ObjectStore, describe_store_error
 from traceloom.fleet.store.schema import SCHEMAS, VERSION, compute_usage_hours
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Tables:
             table = DeltaTable(self.address(name), storage_options=self.options)
             version = table.transaction_version(_SCHEMA)
         except (DeltaError, OSError, ValueError) as error:
-            reason, lost = str(error).partition("\n")[0], self._find_lost_entries(name)
+            reason, lost = describe_store_error(error), self._find_lost_entries(name)
             if lost:
                 reason = (
                     f"{', '.join(lost[:5])} of its log {'is' if len(lost) == 1 else 'are'} lost"
@@ -282,9 +282,10 @@ def _report_write_errors(address: str) -> Iterator[None]:
     try:
         yield
     except (DeltaError, OSError) as error:
-        reason = str(error).partition("\n")[0]
         raise OutputError(
-            f"the table cannot be written: {reason}", slug="cannot-write", where=address
+            f"the table cannot be written: {describe_store_error(error)}",
+            slug="cannot-write",
+            where=address,
         ) from error
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("obstore", reason="the extra `fleet` is not installed")
 from support.fleet import KINDS, Kind, azure_store, places
 from traceloom.cli.upload import FleetClient
 from traceloom.errors import InputError, OutputError, UsageError
-from traceloom.fleet.store.objects import ObjectStore, check_object_name
+from traceloom.fleet.store.objects import ObjectStore, check_object_name, describe_store_error
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 
@@ -190,3 +190,47 @@ def test_a_directory_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as raised:
         ObjectStore(str(tmp_path / "file" / "store"))
     assert raised.value.slug == "cannot-write"
+
+
+@pytest.mark.parametrize(
+    ("change", "bucket", "words"),
+    [
+        ({}, "missing1", "no such bucket"),
+        ({"AWS_ALLOW_HTTP": "false"}, "", "AWS_ALLOW_HTTP"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "", "AWS_ENDPOINT_URL"),
+    ],
+)
+def test_a_wrong_setting_of_a_store_is_named(
+    change: dict[str, str],
+    bucket: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("traceloom.fleet.store.objects._RETRY_OPTIONS", {"max_retries": 0})
+    url = f"s3://{bucket}/x" if bucket else places("shared", tmp_path, monkeypatch).store
+    places("shared", tmp_path, monkeypatch)  # for its variables
+    for name, value in change.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OutputError, match=words):
+        ObjectStore(url).put("checks/x", b"x")
+    if "AWS_ENDPOINT_URL" not in change:  # which deltalake tries ten times
+        with pytest.raises(InputError, match=words):
+            Tables(url).scan("captures")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Generic S3 error: ... kind: Connect invalid peer certificate: UnknownIssuer", "SSL_CERT"),
+        ("Generic S3 error: PUT http://169.254.169.254/latest/api/token", "AWS_ACCESS_KEY_ID"),
+        ("<Error><Code>PermanentRedirect</Code>", "AWS_REGION"),
+        ("<Error><Code>SignatureDoesNotMatch</Code>", "refuses the credentials"),
+        (
+            "Kernel error\n \x1b[31m↳\x1b[0m Disk on fire\n\nDebug source: x",
+            "kernel error disk on fire",
+        ),
+    ],
+)
+def test_the_cause_is_found_in_what_libraries_say(text: str, words: str) -> None:
+    assert words in describe_store_error(OSError(text))
