@@ -156,6 +156,5 @@ class Rules:
         """As an agent that ends: everything that was to be written is."""
         await self.trace_service.close()
         await asyncio.to_thread(self.disk.shutdown)
-        self.store.close()
         if self._made:
             await asyncio.to_thread(shutil.rmtree, self._made)

@@ -242,7 +242,6 @@ class Agent:
             stack.callback(self.accelerators.close)
             stack.callback(self.step_clock.close)
             stack.callback(self.history.close)
-            stack.callback(self.triggers.store.close)
             stack.callback(self._writing.shutdown)
             self.scheduler.start()
             stack.push_async_callback(self.scheduler.stop)

@@ -5,15 +5,19 @@ requests.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sqlite3
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from traceloom.agent.traces.requests import TraceRequest, TraceTarget
 from traceloom.errors import InputError, OutputError, other_version
+
+LOG = logging.getLogger("traceloom.agent")
 
 
 def open_database(path: Path | None, schema: str, version: int, label: str) -> sqlite3.Connection:
@@ -69,6 +73,24 @@ def move_damaged_file(path: Path) -> str:
         with contextlib.suppress(FileNotFoundError):
             Path(f"{path}{end}").rename(f"{damaged_path}{end}")
     return damaged_path
+
+
+@contextlib.contextmanager
+def lend_database(
+    path: Path | None, schema: str, version: int, label: str
+) -> Iterator[sqlite3.Connection]:
+    """Lends a database for one transaction; arguments and errors as of `open_database`.
+
+    A damaged file is put aside, and the next call creates a new one.
+    """
+    try:
+        connection = open_database(path, schema, version, label)
+        with contextlib.closing(connection) as database, database:
+            yield database
+    except sqlite3.DatabaseError as error:
+        if is_corruption(error) and path is not None:
+            LOG.warning("the %s is damaged and put aside as %s", label, move_damaged_file(path))
+        raise
 
 
 VERSION = 2

@@ -6,18 +6,18 @@ minute never add up to more than 60,000 ms, and to less only if the agent did no
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from traceloom.agent.database import is_corruption, move_damaged_file, open_database
+from traceloom.agent.database import lend_database
 from traceloom.agent.fleet_link.protocol import MAX_MINUTES, UsageRow, UsageState
 from traceloom.agent.ownership.model import split_by_weights
 from traceloom.agent.topline import JobDeviceTime
@@ -184,11 +184,12 @@ class UsageOutbox:
         self.path = path
         self.lost = 0  # minutes that expired unacknowledged, or could not be written
         self.last_error = ""  # why the last write failed
+        self._lend = partial(lend_database, path, _SCHEMA, VERSION, "database of usage")
 
     def put(self, minutes: Mapping[int, list[UsageRow]]) -> None:
         """Keep minutes until they are acknowledged."""
         try:
-            with self._database() as database:
+            with self._lend() as database:
                 database.executemany(
                     "INSERT OR REPLACE INTO minutes VALUES (?, ?)",
                     [(minute, msgspec.msgpack.encode(rows)) for minute, rows in minutes.items()],
@@ -213,7 +214,7 @@ class UsageOutbox:
         """
         if not self.path.exists():
             return []
-        with self._database() as database:
+        with self._lend() as database:
             minutes = database.execute(
                 "SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MAX_MINUTES,)
             ).fetchall()
@@ -237,20 +238,5 @@ class UsageOutbox:
         `oldest`.
         """
         if self.path.exists():
-            with self._database() as database:
+            with self._lend() as database:
                 database.execute("DELETE FROM minutes WHERE minute <= ?", (minute,))
-
-    @contextlib.contextmanager
-    def _database(self) -> Iterator[sqlite3.Connection]:
-        """Lends the database; a damaged one is moved away, and the next call creates a new one."""
-        try:
-            connection = open_database(self.path, _SCHEMA, VERSION, "database of usage")
-            with contextlib.closing(connection) as database, database:
-                yield database
-        except sqlite3.DatabaseError as error:
-            if is_corruption(error):
-                LOG.warning(
-                    "the minutes for the fleet are damaged and put aside as %s",
-                    move_damaged_file(self.path),
-                )
-            raise

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import sqlite3
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from traceloom.agent.config import OWNER_LABELS, TriggerBudget, TriggerRule
-from traceloom.agent.database import is_corruption, move_damaged_file, open_database
+from traceloom.agent.database import lend_database
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import StepCounter
@@ -313,7 +311,6 @@ def _format_seconds(seconds: float) -> str:
     return format_duration(int(seconds * 1e9))
 
 
-LOG = logging.getLogger("traceloom.agent")
 SCHEMA_VERSION = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS charges (
@@ -370,33 +367,28 @@ class TriggerStore:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.last_error = ""  # why the last change could not be written
-        self._lock = threading.Lock()
-        self._database: sqlite3.Connection | None = None
-        with self._lock:
-            self._try_open()
+        self._lend = partial(lend_database, path, _SCHEMA, SCHEMA_VERSION, "database of triggers")
+        self.load()
 
     def load(self) -> tuple[list[Charge], dict[str, RuleCounts]]:
         """Returns the charges, and the counts of each rule; empty if the file cannot be read, see
         `last_error`.
         """
-        with self._lock:
-            try:
-                if self._database is None:
-                    return [], {}
-                charges = [
-                    msgspec.json.decode(document, type=Charge)
-                    for (document,) in self._database.execute("SELECT document FROM charges")
-                ]
-                rules = {
-                    name: msgspec.json.decode(document, type=RuleCounts)
-                    for name, document in self._database.execute("SELECT name, document FROM rules")
-                }
-            except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
-                self.last_error = str(error)
-                self._set_aside_damaged_file()
-                self._try_open()
-                return [], {}
-            return charges, rules
+        try:
+            with self._lend() as database:
+                rows = database.execute("SELECT name, document FROM rules").fetchall()
+                documents = database.execute("SELECT document FROM charges").fetchall()
+                try:
+                    rules = {
+                        name: msgspec.json.decode(text, type=RuleCounts) for name, text in rows
+                    }
+                    charges = [msgspec.json.decode(text, type=Charge) for (text,) in documents]
+                except msgspec.DecodeError as error:  # SQLite checks no contents
+                    raise sqlite3.DatabaseError(str(error)) from error
+        except (sqlite3.Error, OSError) as error:
+            self.last_error = str(error)
+            return [], {}
+        return charges, rules
 
     def put(
         self,
@@ -407,69 +399,23 @@ class TriggerStore:
         """Write changes; on failure `last_error` is set, and the next agent restores them from the
         requests.
         """
-        with self._lock:
-            if self._database is None:
-                self._try_open()
-            if self._database is None:
-                return
-            try:
-                with self._database as database:
-                    database.executemany(
-                        "INSERT OR REPLACE INTO charges VALUES (?, ?, ?)",
-                        [
-                            (charge.request, charge.process, msgspec.json.encode(charge))
-                            for charge in charges
-                        ],
-                    )
-                    database.executemany(
-                        "DELETE FROM charges WHERE request = ? AND process = ?",
-                        [(charge.request, charge.process) for charge in removed],
-                    )
-                    database.executemany(
-                        "INSERT OR REPLACE INTO rules VALUES (?, ?)",
-                        [(name, msgspec.json.encode(counts)) for name, counts in rules.items()],
-                    )
-                self.last_error = ""
-            except sqlite3.Error as error:
-                self.last_error = str(error)
-                if is_corruption(error):
-                    self._set_aside_damaged_file()
-
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            if self._database is not None:
-                with contextlib.suppress(sqlite3.Error):
-                    self._database.close()
-                self._database = None
-
-    def _try_open(self) -> None:
         try:
-            try:
-                self._database = open_database(
-                    self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers"
+            with self._lend() as database:
+                database.executemany(
+                    "INSERT OR REPLACE INTO charges VALUES (?, ?, ?)",
+                    [
+                        (charge.request, charge.process, msgspec.json.encode(charge))
+                        for charge in charges
+                    ],
                 )
-            except sqlite3.DatabaseError as error:
-                if not is_corruption(error):
-                    raise
-                self._set_aside_damaged_file()
-                self._database = open_database(
-                    self.path, _SCHEMA, SCHEMA_VERSION, "database of triggers"
+                database.executemany(
+                    "DELETE FROM charges WHERE request = ? AND process = ?",
+                    [(charge.request, charge.process) for charge in removed],
+                )
+                database.executemany(
+                    "INSERT OR REPLACE INTO rules VALUES (?, ?)",
+                    [(name, msgspec.json.encode(counts)) for name, counts in rules.items()],
                 )
             self.last_error = ""
-        except (OSError, sqlite3.Error) as error:
+        except (sqlite3.Error, OSError) as error:
             self.last_error = str(error)
-
-    def _set_aside_damaged_file(self) -> None:
-        if self._database is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._database.close()
-            self._database = None
-        if self.path is None:
-            return
-        try:
-            damaged_path = move_damaged_file(self.path)
-        except OSError as error:
-            self.last_error = str(error)
-            return
-        LOG.warning("what triggers have spent is damaged and put aside as %s", damaged_path)

@@ -382,7 +382,6 @@ def test_a_disk_that_cannot_be_written_is_said_and_tried_again(tmp_path: Path) -
     store.put([], {})
     assert not store.last_error
     assert (blocked / "triggers.db").stat().st_mode & 0o077 == 0
-    store.close()
 
 
 class HangsOnce:
