@@ -44,7 +44,7 @@ def test_budgets_and_cooldowns_hold(
     ] = []  # when, rule, job and what it costs, beside the ledger
     for number, (pause, rule, job, steps, files, part, ends, restarts) in enumerate(asked):
         now_ns += pause * 10**9
-        if ledger.cooling(rule, job, COOLDOWN_S, now_ns) or ledger.refusal(
+        if ledger.cooling((rule, job), COOLDOWN_S, now_ns) or ledger.refusal(
             job, steps, MADE, files, now_ns
         ):
             refused += 1
@@ -67,7 +67,7 @@ def test_budgets_and_cooldowns_hold(
             )
         ledger.forget(now_ns - 7 * DAY_NS)
         if restarts:
-            charges = list(ledger.charges.values())
+            charges = list(ledger.charges)
             ledger = FleetLedger(budget)
             ledger.add(charges, now_ns)
         window = [entry for entry in made if entry[0] > now_ns - DAY_NS]

@@ -20,7 +20,15 @@ import polars as pl
 
 from traceloom.agent.fleet_link.protocol import HostProcess, UsageRow
 from traceloom.agent.traces.requests import TriggerCause
-from traceloom.agent.triggers.store import LastFiring, LastRefusal, RuleCounts, TriggerRefusal
+from traceloom.agent.triggers.store import (
+    DAY_NS,
+    BaseCharge,
+    LastFiring,
+    LastRefusal,
+    Ledger,
+    RuleCounts,
+    TriggerRefusal,
+)
 from traceloom.agent.triggers.watches import Occurrence
 from traceloom.errors import InputError, TraceloomError
 from traceloom.fleet.analyses.regressions import ChangeRow
@@ -44,67 +52,21 @@ from traceloom.fleet.store.tables import Tables
 from traceloom.server.problem import HttpError
 from traceloom.system.units import format_duration, format_percent, format_size
 
-DAY_NS = 86_400 * 10**9
 
+class FleetCharge(BaseCharge, kw_only=True):
+    """Cost of a rule's request: traced steps and stored bytes."""
 
-class FleetCharge(msgspec.Struct, kw_only=True):
-    """Cost of a rule's request: traced steps and stored bytes; upper bounds until it is
-    `settled`.
-    """
-
-    request: str
-    rule: str
     job: str
-    at_ns: int
     steps: int
-    bytes: int
-    settled: bool = False
+
+    @property
+    def scope(self) -> tuple[object, ...]:
+        """The rule and the job."""
+        return self.rule, self.job
 
 
-class FleetLedger:
-    """Charges against the budget: those of the last 24 hours, and of requests that have not ended.
-
-    Args:
-        budget: The budget.
-    """
-
-    def __init__(self, budget: FleetBudget) -> None:
-        self.budget = budget
-        self.charges: dict[str, FleetCharge] = {}  # by request
-        # Rule and job -> time of the last trace.
-        self._last_fired_ns: dict[tuple[str, str], int] = {}
-
-    def add(self, charges: Iterable[FleetCharge], now_ns: int) -> None:
-        """Adds charges; those in the future (after the clock was set back) count as of now."""
-        for charge in charges:
-            charge.at_ns = min(charge.at_ns, now_ns)
-            self.charges[charge.request] = charge
-            key = (charge.rule, charge.job)
-            self._last_fired_ns[key] = max(charge.at_ns, self._last_fired_ns.get(key, 0))
-
-    def forget(self, before_ns: int) -> list[str]:
-        """Drops settled charges before an instant; returns their requests."""
-        removed = [
-            name
-            for name, charge in self.charges.items()
-            if charge.settled and charge.at_ns < before_ns
-        ]
-        for name in removed:
-            del self.charges[name]
-        if removed:
-            self._last_fired_ns = {
-                key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns
-            }
-        return removed
-
-    def fired_ns(self, rule: str, job: str) -> int | None:
-        """Returns when the rule last traced the job; None if unknown."""
-        return self._last_fired_ns.get((rule, job))
-
-    def cooling(self, rule: str, job: str, cooldown_s: float, now_ns: int) -> float:
-        """Returns seconds until the rule may trace the job again; 0.0 if it may now."""
-        fired_ns = self.fired_ns(rule, job)
-        return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
+class FleetLedger(Ledger[FleetCharge, FleetBudget]):
+    """All charges of the rules of the fleet."""
 
     def refusal(
         self, job: str, steps: int, steps_made: int, files: int, now_ns: int
@@ -118,7 +80,7 @@ class FleetLedger:
             files: Number of files to store.
             now_ns: Now.
         """
-        counting, budget = list(self._list_counted_charges(now_ns)), self.budget
+        counting, budget = self.list_counted(now_ns), self.budget
         if len(counting) + 1 > budget.traces_per_day:
             return TriggerRefusal(
                 "budget-traces", f"the {budget.traces_per_day} of `budget.traces_per_day` were made"
@@ -138,28 +100,9 @@ class FleetLedger:
             )
         return None
 
-    def reserve(self, files: int) -> int:
-        """Returns the max bytes of a number of files."""
-        return files * int(self.budget.mb_per_trace * 1e6)
-
     def traces_left(self, now_ns: int) -> int:
         """Returns how many traces the budget still allows."""
-        return max(self.budget.traces_per_day - len(list(self._list_counted_charges(now_ns))), 0)
-
-    def bytes_left(self, now_ns: int) -> int:
-        """Returns how many bytes the budget still allows; unfinished requests count at their
-        max.
-        """
-        return int(self.budget.mb_per_day * 1e6) - sum(
-            charge.bytes for charge in self._list_counted_charges(now_ns)
-        )
-
-    def _list_counted_charges(self, now_ns: int) -> Iterable[FleetCharge]:
-        return (
-            charge
-            for charge in self.charges.values()
-            if charge.at_ns > now_ns - DAY_NS or not charge.settled
-        )
+        return max(self.budget.traces_per_day - len(self.list_counted(now_ns)), 0)
 
 
 Jobs = Mapping[str, Sequence[HostProcess]]
@@ -431,8 +374,9 @@ class FleetTriggerEngine:
             (msgspec.json.decode(document, type=FleetCharge) for document in charges), now_ns
         )
         # If the service was killed between a request and its charge, the request still exists.
+        charged = {charge.request for charge in self.ledger.charges}
         for request in self.registry.requests.values():
-            if request.trigger is not None and request.id not in self.ledger.charges:
+            if request.trigger is not None and request.id not in charged:
                 rates = [
                     process.steps_per_second or 0.0
                     for process in self._jobs().get(request.spec.job, ())
@@ -482,7 +426,7 @@ class FleetTriggerEngine:
         now_ns = self.registry.clock()
         # Measured costs replace the reserved ones of requests that have ended.
         settled = []
-        for charge in self.ledger.charges.values():
+        for charge in self.ledger.charges:
             request = self.registry.requests.get(charge.request)
             if charge.settled or (request is not None and not request.ended):
                 continue
@@ -501,7 +445,7 @@ class FleetTriggerEngine:
             if charge.rule in self.counts:
                 self.counts[charge.rule].kept_bytes += charge.bytes
                 self._changed.add(charge.rule)
-        removed = self.ledger.forget(now_ns - _WEEK_NS)
+        removed = [charge.request for charge in self.ledger.forget(now_ns - _WEEK_NS)]
         self._usage.forget(now_ns)
         jobs = self._jobs()
         for name, rule in self.rules.items():
@@ -604,7 +548,7 @@ class FleetTriggerEngine:
             for request in self.registry.requests.values()
         ):
             return TriggerRefusal("traced", "it is being traced already")
-        if cooling := self.ledger.cooling(rule.name, job, rule.cooldown, now_ns):
+        if cooling := self.ledger.cooling((rule.name, job), rule.cooldown, now_ns):
             return TriggerRefusal("cooldown", f"it was traced of late: not for {cooling:.0f} s")
         # The rate of its fastest rank.
         rate = max((process.steps_per_second or 0.0 for process in job_processes), default=0.0)

@@ -300,7 +300,7 @@ class TriggerEngine:
         tried, firing = self._tried.get(key), firings[0]
         if tried is not None and episodes <= tried.episodes and now_ns < tried.again_ns:
             return
-        cooling = self.ledger.cooling(rule.name, target.uid, target.key, rule.cooldown, now_ns)
+        cooling = self.ledger.cooling((rule.name, target.uid, target.key), rule.cooldown, now_ns)
         if cooling:
             refusal: TriggerRefusal | None = TriggerRefusal(
                 "cooldown", f"it was traced of late: not for {cooling:.0f} s"

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -198,45 +198,75 @@ DAY_NS = 86_400 * 10**9
 _MIN_BUDGET_AGE_NS = 3600 * 10**9  # a younger process may be traced for as long as one of this age
 
 
-class Charge(msgspec.Struct, kw_only=True):
-    """The cost of a rule's request for one process: seconds traced and bytes kept; the maximum
-    until it is `settled`.
+class BaseCharge(msgspec.Struct, kw_only=True):
+    """What a rule's request costs: bytes kept, and what its budget counts; the maximum until it is
+    `settled`.
     """
 
     request: str
-    process: str
     rule: str
-    uid: int
-    target: str
     at_ns: int
-    seconds: float
     bytes: int
     settled: bool = False
 
+    @property
+    def scope(self) -> tuple[object, ...]:
+        """Returns what has a cooldown of its own: the rule, and what it traced."""
+        raise NotImplementedError
 
-class TriggerLedger:
-    """All charges that still count.
+
+class Charge(BaseCharge, kw_only=True):
+    """The cost of a rule's request for one process: seconds traced and bytes kept."""
+
+    process: str
+    uid: int
+    target: str
+    seconds: float
+
+    @property
+    def scope(self) -> tuple[object, ...]:
+        """The rule, the user and the target."""
+        return self.rule, self.uid, self.target
+
+
+class BytesBudget(Protocol):
+    """A budget of bytes of a day."""
+
+    @property
+    def mb_per_trace(self) -> float:
+        """Max size of a file."""
+
+    @property
+    def mb_per_day(self) -> float:
+        """Max bytes of all in 24 hours."""
+
+
+AnyCharge = TypeVar("AnyCharge", bound=BaseCharge)
+AnyBudget = TypeVar("AnyBudget", bound=BytesBudget)
+
+
+class Ledger(Generic[AnyCharge, AnyBudget]):
+    """All charges that still count: those of the last 24 hours, and of requests that have not ended.
 
     Args:
         budget: The limits.
     """
 
-    def __init__(self, budget: TriggerBudget) -> None:
-        self._budget = budget
-        self.charges: list[Charge] = []  # oldest first
-        # (rule, user, target) -> time of the last request.
-        self._last_fired_ns: dict[tuple[str, int, str], int] = {}
+    def __init__(self, budget: AnyBudget) -> None:
+        self.budget = budget
+        self.charges: list[AnyCharge] = []  # oldest first
+        self._last_fired_ns: dict[tuple[object, ...], int] = {}  # scope -> time of the last request
 
-    def add(self, charges: Iterable[Charge], now_ns: int) -> None:
+    def add(self, charges: Iterable[AnyCharge], now_ns: int) -> None:
         """Add charges; those in the future, as after a clock was set back, are dated now."""
         for charge in charges:
             charge.at_ns = min(charge.at_ns, now_ns)
             self.charges.append(charge)
-            key = (charge.rule, charge.uid, charge.target)
-            self._last_fired_ns[key] = max(charge.at_ns, self._last_fired_ns.get(key, 0))
+            last_ns = self._last_fired_ns.get(charge.scope, 0)
+            self._last_fired_ns[charge.scope] = max(charge.at_ns, last_ns)
         self.charges.sort(key=lambda charge: charge.at_ns)
 
-    def forget(self, before_ns: int) -> list[Charge]:
+    def forget(self, before_ns: int) -> list[AnyCharge]:
         """Drop and return settled charges before an instant, which is at least a day ago."""
         removed = [charge for charge in self.charges if charge.settled and charge.at_ns < before_ns]
         if removed:
@@ -244,14 +274,39 @@ class TriggerLedger:
                 charge for charge in self.charges if not charge.settled or charge.at_ns >= before_ns
             ]
             self._last_fired_ns = {
-                key: at_ns for key, at_ns in self._last_fired_ns.items() if at_ns >= before_ns
+                scope: at_ns for scope, at_ns in self._last_fired_ns.items() if at_ns >= before_ns
             }
         return removed
 
-    def cooling(self, rule: str, uid: int, target: str, cooldown_s: float, now_ns: int) -> float:
-        """Returns the seconds until the rule may trace a user's target again; 0.0 if it may."""
-        fired_ns = self._last_fired_ns.get((rule, uid, target))
+    def fired_ns(self, *scope: object) -> int | None:
+        """Returns when a rule last traced this; None if unknown."""
+        return self._last_fired_ns.get(scope)
+
+    def cooling(self, scope: tuple[object, ...], cooldown_s: float, now_ns: int) -> float:
+        """Returns the seconds until a rule may trace this again; 0.0 if it may."""
+        fired_ns = self.fired_ns(*scope)
         return 0.0 if fired_ns is None else max(0.0, cooldown_s - (now_ns - fired_ns) / 1e9)
+
+    def reserve(self, file_count: int) -> int:
+        """Returns the max bytes of so many files."""
+        return file_count * int(self.budget.mb_per_trace * 1e6)
+
+    def bytes_left(self, now_ns: int) -> int:
+        """Returns the bytes that may still be kept; unsettled charges count with their maximum."""
+        spent = sum(charge.bytes for charge in self.list_counted(now_ns))
+        return int(self.budget.mb_per_day * 1e6) - spent
+
+    def list_counted(self, now_ns: int) -> list[AnyCharge]:
+        """Returns the charges that count now."""
+        return [
+            charge
+            for charge in self.charges
+            if charge.at_ns > now_ns - DAY_NS or not charge.settled
+        ]
+
+
+class TriggerLedger(Ledger[Charge, TriggerBudget]):
+    """All charges of the rules of an agent."""
 
     def refusal(
         self,
@@ -267,11 +322,11 @@ class TriggerLedger:
             requested_s = seconds[process.key]
             spent_s = sum(
                 charge.seconds
-                for charge in self._list_counted_charges(now_ns)
+                for charge in self.list_counted(now_ns)
                 if charge.process == process.key
             )
             age_ns = min(max(now_ns - process.started_ns, _MIN_BUDGET_AGE_NS), DAY_NS)
-            allowed_s = self._budget.share * age_ns / 1e9
+            allowed_s = self.budget.share * age_ns / 1e9
             if spent_s + requested_s > allowed_s:
                 return TriggerRefusal(
                     "budget-share",
@@ -288,23 +343,6 @@ class TriggerLedger:
                 f"{format_size(requested_bytes)} are to be set aside, and {format_size(max(remaining_bytes, 0))} of `trigger_budget.mb_per_day` are left",
             )
         return None
-
-    def reserve(self, file_count: int) -> int:
-        """Returns the max bytes of so many files."""
-        return file_count * int(self._budget.mb_per_trace * 1e6)
-
-    def bytes_left(self, now_ns: int) -> int:
-        """Returns the bytes that may still be kept; unsettled charges count with their maximum."""
-        return int(self._budget.mb_per_day * 1e6) - sum(
-            charge.bytes for charge in self._list_counted_charges(now_ns)
-        )
-
-    def _list_counted_charges(self, now_ns: int) -> Iterable[Charge]:
-        return (
-            charge
-            for charge in self.charges
-            if charge.at_ns > now_ns - DAY_NS or not charge.settled
-        )
 
 
 def _format_seconds(seconds: float) -> str:

@@ -244,7 +244,7 @@ def test_budgets_are_sums_over_the_charges_of_a_day(seed: int) -> None:
                 fired = [c.at_ns for c in made if (c.rule, c.uid, c.target) == (name, uid, target)]
                 for cooldown_s in (60.0, 86_400.0):
                     left_s = max(0.0, cooldown_s - (now_ns - max(fired)) / 1e9) if fired else 0.0
-                    assert ledger.cooling(name, uid, target, cooldown_s, now_ns) == pytest.approx(
+                    assert ledger.cooling((name, uid, target), cooldown_s, now_ns) == pytest.approx(
                         left_s
                     )
 
@@ -301,8 +301,8 @@ def test_a_clock_that_was_set_back_keeps_no_rule_waiting_longer_than_its_cooldow
         ],
         START_NS,
     )
-    assert ledger.cooling("a", 0, "job", 600.0, START_NS) == 600.0
-    assert ledger.cooling("a", 0, "job", 600.0, START_NS + 600 * S) == 0.0
+    assert ledger.cooling(("a", 0, "job"), 600.0, START_NS) == 600.0
+    assert ledger.cooling(("a", 0, "job"), 600.0, START_NS + 600 * S) == 0.0
 
 
 # Whom a rule is about.
