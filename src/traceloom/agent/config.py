@@ -33,6 +33,7 @@ class Paths(ConfigTable, frozen=True):
     user (XDG).
     """
 
+    root: str = ""  # directory of all that is not named below, of a second agent of a user
     socket: str = ""
     history: str = ""
     audit: str = ""
@@ -433,6 +434,8 @@ def resolve_paths(config: Config) -> AgentPaths:
         )
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state", "traceloom")
         log = state
+    if config.paths.root:
+        run = state = log = Path(config.paths.root)
     run = Path(config.paths.socket).parent if config.paths.socket else run
     state = Path(config.paths.history).parent if config.paths.history else state
     return AgentPaths(

@@ -431,7 +431,7 @@ def bind_unix_socket(path: Path) -> tuple[socket.socket, int]:
             "an agent runs there",
             slug="agent-runs",
             where=str(path),
-            hint="`traceloom agent status` shows it; another needs another `paths.socket`",
+            hint="`traceloom agent status` shows it; another needs a `paths.root` of its own in agent.toml",
         ) from error
     try:
         with contextlib.suppress(FileNotFoundError):

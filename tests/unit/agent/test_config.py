@@ -148,6 +148,14 @@ def test_what_is_not_named_lies_beside_what_is() -> None:
     )
 
 
+def test_a_directory_of_its_own_holds_all_of_a_second_agent(tmp_path: Path) -> None:
+    places = resolve_paths(Config(paths=Paths(root=str(tmp_path), audit="/var/log/other.jsonl")))
+    assert places.audit == Path("/var/log/other.jsonl")
+    others = {name: getattr(places, name) for name in places.__struct_fields__ if name != "audit"}
+    assert all(path.parent == tmp_path for path in others.values())
+    assert len(set(others.values())) == len(others)
+
+
 @pytest.mark.parametrize(
     ("text", "address"),
     [("127.0.0.1:80", ("127.0.0.1", 80)), ("[::1]:9465", ("::1", 9465)), ("host:1", ("host", 1))],
