@@ -168,9 +168,7 @@ class LeaderForwarding:
             for task in done:
                 task.result()
         except (OSError, asyncio.TimeoutError, h11.ProtocolError):
-            if has_begun:
-                raise
-            return False
+            return has_begun  # the connection is closed, and who reads a stream comes again
         finally:
             for task in tasks:
                 task.cancel()
