@@ -378,6 +378,10 @@ def _run(question: Question, args: argparse.Namespace) -> int:
         if answer["more"]:
             skip_option = f"--skip {skipped + len(answer[next(iter(question.tables))])}"
             print(f"There are more: {skip_option if 'skip' in query else 'ask for less time'}")
+        if answer.get("lacking"):
+            print(
+                f"Without {units.format_quantity(answer['lacking'], 'capture')} that wait or are in quarantine: traceloom fleet check"
+            )
         for line in view.next_of(answer):
             print(sanitize(insert_server_options(args, line)))
         print(

@@ -261,9 +261,12 @@ class QueryService:
         period = Period.of(query, self.clock())
         documents = self.state.document("owners"), self.state.document("prices")
         versions = tuple(self.tables.version(name) for name in question.reads)
-        return self._kept.get(
+        answer = self._kept.get(
             msgspec.json.encode((question.name, period, query)),
             lambda: question.ask(self._frames(query, period, *documents), query),
             basis=(versions, *(document and document.version for document in documents)),
             seconds=seconds,
         )
+        if "captures" in question.reads and (lacking := self.state.count_lacking()):
+            return msgspec.structs.replace(answer, lacking=lacking)
+        return answer

@@ -414,7 +414,7 @@ class Question:
     def answer(self) -> type[msgspec.Struct]:
         """Struct type of its answer, with a description of each field."""
         title = "".join(word.title() for word in self.name.split("-"))
-        fields: list[tuple[str, Any]] = [
+        fields: list[Any] = [
             *(
                 (name, Annotated[int, Meta(description=meaning)])
                 for name, meaning in _TIME_FACTS.items()
@@ -434,6 +434,7 @@ class Question:
                 for name, table in self.tables.items()
             ),
             ("more", Annotated[bool, Meta(description="whether there are rows after these")]),
+            ("lacking", Annotated[int, Meta(description=_LACKING)], 0),
         ]
         text = f"{self.summary[0].upper()}{self.summary[1:]}."
         return msgspec.defstruct(
@@ -467,5 +468,6 @@ class Question:
         return msgspec.convert(answer | facts | {"more": has_more}, self.answer)
 
 
+_LACKING = "captures of any time that are in no answer yet: they wait, or are in quarantine"
 _TIME_FACTS = {"since_ns": "begin of what was looked at, Unix time", "until_ns": "its end"}
 _FACT_TYPES: Mapping[str, Any] = {"by": tuple[str, ...] | str}

@@ -313,6 +313,17 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             rows = self._rows(connection, "SELECT state, COUNT(*) AS n FROM tasks GROUP BY state")
             return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
 
+    def count_lacking(self) -> int:
+        """Returns the number of captures without rows in the tables, which wait or are quarantined."""
+        with self._transaction() as connection:
+            [row] = self._rows(
+                connection,
+                "SELECT COUNT(DISTINCT capture) AS n FROM tasks t WHERE state IN ('received', 'checked', 'analysed', "
+                "'quarantined') AND NOT EXISTS (SELECT 1 FROM tasks o WHERE o.capture = t.capture "
+                "AND o.state = 'committed')",
+            )
+            return int(row["n"])
+
     def backfill(self, version: str, *, again: bool = False) -> int:
         """Queues analyses of captures that this version has not analysed yet; returns how many.
 

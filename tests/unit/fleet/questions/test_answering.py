@@ -23,7 +23,7 @@ from traceloom.fleet.questions.answering import (  # noqa: E402
 )
 from traceloom.fleet.questions.catalogue import QUESTION  # noqa: E402
 from traceloom.fleet.questions.declaration import QuestionFrames, RuleQuery  # noqa: E402
-from traceloom.fleet.store.captures import ServiceState  # noqa: E402
+from traceloom.fleet.store.captures import CaptureRecord, ServiceState  # noqa: E402
 from traceloom.fleet.store.schema import SCHEMAS, get_utc_day  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.server.problem import HttpError  # noqa: E402
@@ -142,5 +142,32 @@ def test_a_file_that_a_table_lacks_is_a_refusal_and_no_defect(tmp_path: Path) ->
         with pytest.raises(HttpError) as refused:
             await queries.ask(FINDINGS, RuleQuery())
         assert (refused.value.slug, refused.value.status) == ("unreadable", 503)
+
+    with_desk(tmp_path, test)
+
+
+def test_an_answer_says_how_many_captures_it_lacks(tmp_path: Path) -> None:
+    async def test(queries: QueryService) -> None:
+        assert (await queries.ask(FINDINGS, RuleQuery())).lacking == 0  # type: ignore[attr-defined]
+        for number, state in enumerate(("received", "quarantined", "committed", "again")):
+            record = CaptureRecord(
+                id=f"c{number}",
+                day="2026-11-26",
+                job="",
+                uploader="u",
+                received_ns=1,
+                complete=False,
+                bytes=0,
+                files=(),
+            )
+            queries.state.add_capture(record)
+            queries.state.complete_capture(record.id, "1")
+            with queries.state._transaction() as connection:
+                kept = "committed" if state == "again" else state
+                statement = "UPDATE tasks SET state = :state WHERE capture = :id"
+                queries.state._change(connection, statement, state=kept, id=record.id)
+        queries.state.backfill("2")  # which waits for all that were analysed or refused before
+        answer = await queries.ask(FINDINGS, RuleQuery())
+        assert answer.lacking == 2  # type: ignore[attr-defined]
 
     with_desk(tmp_path, test)
