@@ -34,6 +34,7 @@ from traceloom.fleet.service.tasks import (
     EngineTask,
     TaskError,
     run_in_scratch,
+    sweep_scratch,
 )
 from traceloom.system.processes import WorkerProcess, count_cores
 
@@ -68,6 +69,7 @@ class ProcessEngine:
         self._memory_bytes = memory_bytes
         self._main = main
         self._temporary = temporary
+        sweep_scratch(temporary)
         self._pool = ThreadPoolExecutor(self.slots, "traceloom-task")
         self._lock = threading.Lock()
         self._idle: list[tuple[WorkerProcess, int]] = []

@@ -59,6 +59,7 @@ downloads.
 _DAY_NS = 86_400 * 10**9
 # After midnight in UTC, when hosts have sent the last minutes of the day.
 _NIGHT_NS = 2 * 3_600 * 10**9
+_ANNOUNCED_DAYS = 7  # after which an upload that was not finished is forgotten
 _COMPACTED = "compacted"  # name of the number that holds the day of the last compaction
 _POLL_S = 0.5  # between polls while no task waits
 _ERROR_PAUSE_S = 5.0  # before a retry when the state or a store does not respond
@@ -230,6 +231,9 @@ class CapturePipeline:
             return False
         with self._writing:
             self._writer.compact(get_utc_day(days * _DAY_NS))
+        for capture in self.state.expire_announcements((days - _ANNOUNCED_DAYS) * _DAY_NS):
+            for file in capture.files:
+                self.objects.delete(f"{get_capture_directory(capture)}/{file.name}")
         self.state.put_number(_COMPACTED, days)
         return True
 

@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -236,7 +237,18 @@ class Engine(Protocol):
 
 
 _CHUNK_BYTES = 1 << 20
+_SCRATCH_PREFIX = "traceloom-task-"
+_STALE_AFTER_S = 86_400.0  # longer than any task
 _READ_TIMEOUT_S = 60.0  # a store that sends nothing for this long is given up
+
+
+def sweep_scratch(temporary: Path | None = None) -> None:
+    """Deletes the folders of this user's tasks that a killed service left."""
+    for folder in (temporary or Path(tempfile.gettempdir())).glob(f"{_SCRATCH_PREFIX}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid == os.geteuid() and status.st_mtime < time.time() - _STALE_AFTER_S:
+                shutil.rmtree(folder)
 
 
 def run_in_scratch(
@@ -258,7 +270,7 @@ def run_in_scratch(
         InputError: `unreadable`: a file cannot be read from here.
         OSError: The disk is full.
     """
-    home = Path(tempfile.mkdtemp(prefix="traceloom-", dir=temporary))
+    home = Path(tempfile.mkdtemp(prefix=_SCRATCH_PREFIX, dir=temporary))
     directory, out = home / "files", home / "result"
 
     def do(arguments: dict[str, Any]) -> None:

@@ -141,6 +141,18 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             if self._change(connection, statement, id=capture):
                 self._add_task(connection, capture, version, again=again)
 
+    def expire_announcements(self, before_ns: int) -> list[CaptureRecord]:
+        """Forgets captures that were announced before an instant and never completed; returns them."""
+        with self._transaction() as connection:
+            where = "complete = 0 AND received_ns < :before"
+            rows = self._rows(
+                connection,
+                f"SELECT * FROM captures WHERE {where}",  # noqa: S608
+                before=before_ns,
+            )
+            self._change(connection, f"DELETE FROM captures WHERE {where}", before=before_ns)  # noqa: S608
+            return [_build_capture(row) for row in rows]
+
     def capture(self, name: str) -> CaptureRecord | None:
         """Returns a capture; None if it does not exist."""
         with self._transaction() as connection:

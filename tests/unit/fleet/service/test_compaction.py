@@ -13,6 +13,8 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
 
 from support.answering import answering  # noqa: E402
 from traceloom.cli import main  # noqa: E402
+from traceloom.fleet.service.pipeline import get_capture_directory  # noqa: E402
+from traceloom.fleet.store.captures import CaptureFile, CaptureRecord  # noqa: E402
 from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
 
 TODAY = date(2026, 11, 26)
@@ -86,3 +88,30 @@ def test_an_operator_has_it_done_now(
             (entry["who"], entry["what"], entry["result"])
             for entry in service.admin.get("audit")["entries"]
         }
+
+
+def test_uploads_that_were_never_finished_are_forgotten_with_their_files(tmp_path: Path) -> None:
+    with answering(tmp_path) as service:
+        pipeline, state = service.service.pipeline, service.service.state
+        for name, days_ago, complete in (("old", 9, False), ("done", 9, True), ("new", 1, False)):
+            record = CaptureRecord(
+                id=name,
+                day=TODAY.isoformat(),
+                job="",
+                uploader="ada",
+                received_ns=at(TODAY - timedelta(days=days_ago)),
+                complete=complete,
+                bytes=1,
+                files=(CaptureFile("a.json", 1, "0" * 64), CaptureFile("b.json", 1, "0" * 64)),
+            )
+            state.add_capture(record)
+            pipeline.objects.put(f"{get_capture_directory(record)}/a.json", b"x")
+        pipeline.clock = lambda: at(TODAY, 3)
+        assert pipeline.compact(nightly=True)
+        assert [state.capture(name) is None for name in ("old", "done", "new")] == [
+            True,
+            False,
+            False,
+        ]
+        kept = {name.split("/")[2] for name in pipeline.objects.names("captures")}
+        assert kept == {"done", "new"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 
 from traceloom.errors import InputError, UsageError
+from traceloom.fleet.service.executors import ProcessEngine
 from traceloom.fleet.service.tasks import EngineTask, TaskError, TaskFile, run_in_scratch
 
 CONTENT = b"content" * 1000
@@ -173,3 +176,13 @@ def test_what_went_wrong_names_the_files_of_the_capture_and_not_the_folder(
     assert refused.value.message == "no trace in the capture: folder/a.json is none"
     assert refused.value.final
     assert not list(tmp_path.iterdir())
+
+
+def test_folders_that_a_killed_service_left_go_after_a_day(tmp_path: Path) -> None:
+    for name, age_s in (("traceloom-task-old", 2 * 86_400), ("traceloom-task-new", 10)):
+        (tmp_path / name / "files").mkdir(parents=True)
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    (tmp_path / "traceloom-0").mkdir()  # an agent's
+    os.utime(tmp_path / "traceloom-0", (1, 1))
+    ProcessEngine(1, temporary=tmp_path).close()
+    assert {path.name for path in tmp_path.iterdir()} == {"traceloom-task-new", "traceloom-0"}
