@@ -7,9 +7,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -117,39 +117,30 @@ class RequestStore:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.last_error = ""  # why the last change is not on disk
-        self._lock = threading.Lock()
-        self._database: sqlite3.Connection | None = None
-        try:
-            self._open()
-        except (
-            OSError,
-            sqlite3.Error,
-        ) as error:  # the agent continues; requests are refused until it can be written
-            self.last_error = str(error)
+        self.last_error = ""  # why the last change is not on disk; then requests are refused
+        self._lend = partial(lend_database, path, _SCHEMA, VERSION, "database of requests")
+        self.load()
 
     def load(self) -> list[TraceRequest]:
         """Returns all requests, oldest first, without rows that cannot be read."""
-        with self._lock:
-            if self._database is None:
-                return []
-            requests: dict[str, TraceRequest] = {}
-            names = [field.name for field in _COLUMNS]
-            try:
-                for (document,) in self._database.execute(
+        requests: dict[str, TraceRequest] = {}
+        names = [field.name for field in _COLUMNS]
+        try:
+            with self._lend() as database:
+                for (document,) in database.execute(
                     "SELECT document FROM requests ORDER BY asked_ns"
                 ):
                     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError):
                         request = msgspec.json.decode(document, type=TraceRequest)
                         requests[request.id] = request
-                for row in self._database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
+                for row in database.execute(f"SELECT {', '.join(names)} FROM targets"):  # noqa: S608  (our own names)
                     with contextlib.suppress(msgspec.ValidationError):
                         target = msgspec.convert(dict(zip(names, row, strict=True)), TraceTarget)
                         if target.request in requests:
                             requests[target.request].targets.append(target)
-            except sqlite3.Error as error:  # the agent continues with what could be read
-                self.last_error = str(error)
-            return list(requests.values())
+        except (OSError, sqlite3.Error) as error:  # the agent continues with what could be read
+            self.last_error = str(error)
+        return list(requests.values())
 
     def put(self, request: TraceRequest) -> None:
         """Write a request with all its targets.
@@ -177,30 +168,16 @@ class RequestStore:
             ("DELETE FROM requests WHERE id = ?", (request,)),
         )
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            if self._database is not None:
-                self._database.close()
-                self._database = None
-
     def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
-        with self._lock:
-            try:
-                if self._database is None:
-                    self._open()
-                assert self._database is not None
-                with self._database as database:
-                    for statement, values in statements:
-                        database.execute(statement, values)
-            except (OSError, sqlite3.Error) as error:
-                self.last_error = str(error)
-                raise OutputError(
-                    f"the request cannot be written down: {error}",
-                    slug="cannot-write",
-                    where=str(self.path),
-                ) from error
-            self.last_error = ""
-
-    def _open(self) -> None:
-        self._database = open_database(self.path, _SCHEMA, VERSION, "database of requests")
+        try:
+            with self._lend() as database:
+                for statement, values in statements:
+                    database.execute(statement, values)
+        except (OSError, sqlite3.Error) as error:
+            self.last_error = str(error)
+            raise OutputError(
+                f"the request cannot be written down: {error}",
+                slug="cannot-write",
+                where=str(self.path),
+            ) from error
+        self.last_error = ""

@@ -112,7 +112,6 @@ class TraceService:
         await asyncio.gather(*running, return_exceptions=True)
         await asyncio.gather(*self._pending_writes, return_exceptions=True)
         self._disk.shutdown()
-        self.store.close()
 
     async def submit(
         self,

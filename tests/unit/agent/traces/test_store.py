@@ -54,8 +54,6 @@ def test_requests_come_back_as_they_were(tmp_path: Path) -> None:
     again.delete("r1")
     assert [request.id for request in again.load()] == ["r2"]
     assert path.stat().st_mode & 0o077 == 0
-    store.close()
-    again.close()
 
 
 def test_what_cannot_be_written_is_refused_and_later_tried_again(tmp_path: Path) -> None:
@@ -71,7 +69,6 @@ def test_what_cannot_be_written_is_refused_and_later_tried_again(tmp_path: Path)
     store.put(_request(1))
     assert not store.last_error
     assert store.load() == [_request(1)]
-    store.close()
 
 
 @pytest.mark.parametrize("version", [1, 99])
