@@ -119,59 +119,45 @@ class LeaderForwarding:
                 (_HEADER, f"{term} {client}".encode()),
             ],
         )
-        writer.write(connection.send(request))
-        has_begun = False
         is_page = scope["method"] == "GET" and not scope["path"].startswith("/api/")
-        answer_s = _PAGE_S if is_page else _ANSWER_S
-
-        async def upload() -> None:
-            """Sends the body, and returns when the client has gone."""
-            while True:
+        wait_s: float | None = _PAGE_S if is_page else _ANSWER_S
+        has_begun, gone = False, None
+        try:
+            writer.write(connection.send(request))
+            more = True
+            while more:
                 message = received.pop(0) if received else await receive()
-                if message["type"] != "http.request":
-                    return
-                if body := message.get("body"):
-                    writer.write(connection.send(h11.Data(body)))
-                    await writer.drain()
-                if not message.get("more_body"):
-                    writer.write(connection.send(h11.EndOfMessage()))
-
-        async def download() -> None:
-            nonlocal has_begun
+                if message["type"] != "http.request":  # the client has gone
+                    return True
+                writer.write(connection.send(h11.Data(message.get("body", b""))) or b"")
+                await writer.drain()
+                more = message.get("more_body", False)
+            writer.write(connection.send(h11.EndOfMessage()) or b"")
+            gone = asyncio.ensure_future(receive())
             while True:
                 event = connection.next_event()
                 if event is h11.NEED_DATA:
-                    wait_s = None if has_begun else answer_s
-                    connection.receive_data(
-                        await asyncio.wait_for(reader.read(_READ_BYTES), wait_s)
-                    )
+                    reading = asyncio.ensure_future(reader.read(_READ_BYTES))
+                    either = {reading, gone}
+                    await asyncio.wait(either, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                    if not reading.done():
+                        reading.cancel()
+                        return has_begun or gone.done()
+                    connection.receive_data(reading.result())
                 elif isinstance(event, h11.Response):
-                    has_begun = True
+                    has_begun, wait_s = True, None
                     headers = [pair for pair in event.headers if pair[0] not in _NOT_FORWARDED]
-                    await send(
-                        {
-                            "type": "http.response.start",
-                            "status": event.status_code,
-                            "headers": headers,
-                        }
-                    )
-                elif isinstance(event, (h11.Data, h11.EndOfMessage)):
-                    more = isinstance(event, h11.Data)
-                    body = bytes(event.data) if isinstance(event, h11.Data) else b""
-                    await send({"type": "http.response.body", "body": body, "more_body": more})
-                    if not more:
-                        return
-
-        tasks = [asyncio.ensure_future(upload()), asyncio.ensure_future(download())]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        except (OSError, asyncio.TimeoutError, h11.ProtocolError):
+                    start = {"status": event.status_code, "headers": headers}
+                    await send({"type": "http.response.start", **start})
+                elif isinstance(event, h11.Data):
+                    body = {"body": bytes(event.data), "more_body": True}
+                    await send({"type": "http.response.body", **body})
+                elif isinstance(event, h11.EndOfMessage):
+                    await send({"type": "http.response.body", "body": b""})
+                    return True
+        except (OSError, h11.ProtocolError):
             return has_begun  # the connection is closed, and who reads a stream comes again
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if gone is not None:
+                gone.cancel()
             writer.close()
-        return True
