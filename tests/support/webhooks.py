@@ -66,4 +66,4 @@ def is_genuine(secret: str, came: Came) -> bool:
     exec(code.removeprefix("python\n"), names)
     check = names["is_genuine"]
     assert callable(check)
-    return bool(check(secret, came.headers["Traceloom-Signature"], came.body))
+    return bool(check(secret, came.headers, came.body))

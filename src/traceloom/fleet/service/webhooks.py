@@ -1,7 +1,7 @@
 """Webhooks: signs events of the fleet and delivers them to URLs set by an administrator, with
 retries.
 
-A body is signed with HMAC-SHA256 over `TIMESTAMP.BODY`. Pending deliveries are in the state, so
+Deliveries are signed by the Standard Webhooks convention. Pending deliveries are in the state, so
 that a restart loses none; a repeated delivery has the same id. The host name is resolved before
 each delivery, and the connection uses the address that was checked: nobody can make the service
 connect to a network that its operator did not allow (SSRF).
@@ -10,6 +10,7 @@ connect to a network that its operator did not allow (SSRF).
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import hmac
 import ipaddress
@@ -27,7 +28,6 @@ from traceloom.errors import InputError, TraceloomError
 from traceloom.fleet.store.rules import Delivery, FleetEvent, WebhookState
 
 LOG = logging.getLogger("traceloom.collect")
-SIGNATURE_HEADER, EVENT_HEADER, ID_HEADER = "Traceloom-Signature", "Traceloom-Event", "Traceloom-Id"
 _SECOND_NS = 1_000_000_000
 _FIRST_RETRY_NS, _MAX_RETRY_NS = 10 * _SECOND_NS, 3600 * _SECOND_NS
 _MAX_DELIVERY_AGE_NS = 86_400 * _SECOND_NS
@@ -219,9 +219,9 @@ class WebhookDispatcher:
                 "Content-Type: application/json",
                 f"Content-Length: {len(body)}",
                 "Connection: close",
-                f"{EVENT_HEADER}: {delivery.event}",
-                f"{ID_HEADER}: {delivery.id}",
-                f"{SIGNATURE_HEADER}: t={timestamp},v1={sign_body(delivery.secret, timestamp, body)}",
+                f"webhook-id: {delivery.id}",
+                f"webhook-timestamp: {timestamp}",
+                f"webhook-signature: {sign_body(delivery, timestamp)}",
                 "",
             )
         )
@@ -249,9 +249,13 @@ class WebhookDispatcher:
         return "" if 200 <= status < 300 else f"it answers {status}"
 
 
-def sign_body(secret: str, timestamp: int, body: bytes) -> str:
-    """Returns the signature of a body: HMAC-SHA256 of `TIMESTAMP.BODY`, in hexadecimal."""
-    return hmac.new(secret.encode(), b"%d." % timestamp + body, hashlib.sha256).hexdigest()
+def sign_body(delivery: Delivery, timestamp: int) -> str:
+    """Returns the signature of a delivery by the Standard Webhooks convention: HMAC-SHA256 of
+    `ID.TIMESTAMP.BODY` by the decoded secret, as `v1,BASE64`.
+    """
+    key = base64.b64decode(delivery.secret.removeprefix("whsec_"))
+    content = f"{delivery.id}.{timestamp}.{delivery.document}".encode()
+    return f"v1,{base64.b64encode(hmac.digest(key, content, hashlib.sha256)).decode()}"
 
 
 def build_fleet_event(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import time
@@ -134,7 +135,7 @@ class WebhookState(StateDatabase):
         Raises:
             UsageError: `webhook-exists`; `too-many-webhooks`.
         """
-        secret = f"tlw_{secrets.token_urlsafe(32)}"
+        secret = f"whsec_{base64.b64encode(secrets.token_bytes(32)).decode()}"
         with self._transaction() as connection:
             [row] = self._rows(connection, "SELECT COUNT(*) AS number FROM webhooks")
             if row["number"] >= MAX_WEBHOOKS:

@@ -221,7 +221,7 @@ def test_webhooks_that_a_command_adds_are_on_the_page(
     events = ["--events", "request.done,regression.new"]
     assert office.command("fleet", "webhooks", "add", "chat", "https://1.1.1.1/hook", *events) == 0
     secret = capsys.readouterr().out.strip()
-    assert secret.startswith("tlw_")
+    assert secret.startswith("whsec_")
     [row] = office.rows("/webhooks", "webhooks")
     assert (row["name"], row["url"], row["events"]) == (
         "chat",

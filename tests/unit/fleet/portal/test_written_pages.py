@@ -126,9 +126,9 @@ def test_a_webhook_is_added_tells_its_secret_once_and_is_removed(portal: Portal)
     added = portal.see(
         "/webhooks", do="add", name="chat", url="https://1.1.1.1/hook", events="request.done"
     )
-    assert re.search(r"tlw_[\w-]{40}", added.text)
+    assert re.search(r"whsec_[\w+/]{40}", added.text)
     listed = portal.see("/webhooks")
-    assert "tlw_" not in listed.text
+    assert "whsec_" not in listed.text
     [row] = cells(listed, "webhooks")
     assert row[:6] == ["chat", "https://1.1.1.1/hook", "request.done", "0", "0", "0"]
     assert portal.see("/webhooks", do="remove", remove="chat").status == 303

@@ -24,10 +24,11 @@ from traceloom.fleet.service.webhooks import (
     WebhookAddressPolicy,
     WebhookDispatcher,
     build_fleet_event,
+    sign_body,
 )
 from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.database import LEADER
-from traceloom.fleet.store.rules import EVENTS, MAX_WAITING, MAX_WEBHOOKS
+from traceloom.fleet.store.rules import EVENTS, MAX_WAITING, MAX_WEBHOOKS, Delivery
 
 LOOPBACK = WebhookAddressPolicy(["127.0.0.0/8"])
 DAY = 86_400 * 10**9
@@ -142,15 +143,15 @@ def test_an_event_arrives_signed_after_errors_a_redirect_and_restarts(
     first, *_, last = hook.came
     assert len(hook.came) == 3
     assert (
-        {came.headers["Traceloom-Id"] for came in hook.came}
+        {came.headers["webhook-id"] for came in hook.came}
         == {"request.done:r1"}
         == {json.loads(last.body)["id"]}
     )
-    assert last.headers["Traceloom-Event"] == json.loads(last.body)["event"] == "request.done"
+    assert json.loads(last.body)["event"] == "request.done"
     [webhook] = state.webhooks()
     assert (webhook.waiting, webhook.delivered, webhook.failed, webhook.error) == (0, 1, 0, "")
     assert is_genuine(secret, first)
-    assert not is_genuine("another", first)
+    assert not is_genuine("whsec_YW5vdGhlcg==", first)
     assert not is_genuine(secret, first._replace(body=first.body + b" "))
     assert not is_genuine(secret, last), "its timestamp is 20 hours ahead"
     state.close()
@@ -166,7 +167,7 @@ def test_only_what_is_wanted_is_told_and_a_webhook_that_is_removed_nothing(
     assert state.remove_webhook("all")
     assert not state.remove_webhook("all")
     send(state)
-    assert [came.headers["Traceloom-Id"] for came in hook.came] == ["request.failed:bad"]
+    assert [came.headers["webhook-id"] for came in hook.came] == ["request.failed:bad"]
 
 
 def test_who_never_answers_is_given_up_after_a_day_and_keeps_nobody_waiting(
@@ -229,3 +230,19 @@ def test_what_waits_is_bounded_and_what_is_dropped_counted(state: ServiceState) 
     with pytest.raises(UsageError) as error:
         state.add_webhook("more", "https://8.8.8.8", EVENTS)
     assert error.value.slug == "too-many-webhooks"
+
+
+def test_a_signature_is_that_of_the_convention() -> None:
+    """The example that libraries of the convention test themselves with."""
+    delivery = Delivery(
+        webhook="chat",
+        url="https://chat.example",
+        secret="whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+        id="msg_p5jXN8AQM9LWM0D4loKWxJek",
+        event="request.done",
+        document='{"test": 2432232314}',
+        created_ns=1,
+        attempts=0,
+    )
+    expected = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert sign_body(delivery, 1_614_265_330) == expected
