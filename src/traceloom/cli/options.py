@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -189,3 +190,15 @@ def declare_options(*options: VerbOption) -> Callable[[argparse.ArgumentParser],
             parser.add_argument(*option.names, **option.settings)
 
     return declare
+
+
+def take_environment(parser: argparse.ArgumentParser, prefix: str) -> None:
+    """Lets environment variables stand for options, as `PREFIX_STORE` for `--store`; several values
+    have commas, and a switch is `true`. An option goes before its variable.
+    """
+    for action in parser._actions:  # noqa: SLF001  (argparse lists them nowhere else)
+        text = os.environ.get(f"{prefix}_{action.dest.upper()}", "")
+        if text and isinstance(action.default, bool):
+            action.default = text.lower() in {"1", "true", "yes"}
+        elif text:
+            action.default = text.split(",") if isinstance(action.default, list) else text

@@ -130,6 +130,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="what users whom the proxy names may do, where no token of that name says it (default: requester)",
     )
     types.add_verbosity_options(parser, "no line when it is ready")
+    types.take_environment(parser, "TRACELOOM_SERVE")
 
 
 def run(args: argparse.Namespace) -> int:
