@@ -419,14 +419,9 @@ def main() -> None:
                     ObjectStore(stores["store"]),
                     Tables(stores["store"]),
                 )
-            if job["do"] == "commit":
-                answer["count"] = writer.commit(job["term"], minutes=job["minutes"])
-            elif job["do"] == "reconcile":
-                answer["count"] = writer.reconcile(job["term"])
-            elif job["do"] == "compact":
-                writer.compact(date.fromisoformat(job["today"]))
-            else:
-                writer.create()
+            if "today" in job:
+                job["today"] = date.fromisoformat(job["today"])
+            answer["count"] = getattr(writer, job.pop("do"))(**job) or 0
         except TraceloomError as error:
             answer = {"kind": type(error).__name__, **error.to_dict()}
         answers.write(json.dumps(answer) + "\n")
