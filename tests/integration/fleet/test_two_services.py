@@ -43,7 +43,7 @@ def test_captures_arrive_once_whoever_is_killed_or_frozen(
     frozen: set[int] = set()
     answers: list[int] = []
 
-    def list_problems() -> None:
+    def make_faults() -> None:
         while not over.wait(order.uniform(1.0, 3.0)):
             number = order.randrange(2)
             service = services[number]
@@ -69,7 +69,7 @@ def test_captures_arrive_once_whoever_is_killed_or_frozen(
             answers.append(seen.status)
             assert "Traceback" not in seen.text
 
-    threads = [threading.Thread(target=each) for each in (last_error, read)]
+    threads = [threading.Thread(target=each) for each in (make_faults, read)]
     for thread in threads:
         thread.start()
     names = []

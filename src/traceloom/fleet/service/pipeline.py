@@ -164,7 +164,7 @@ class CapturePipeline:
         record = msgspec.structs.replace(capture, complete=False)
         self.objects.put(get_announcement_name(capture), msgspec.json.encode(record))
         self.state.complete_capture(capture.id, __version__)
-        self.look()
+        self.wake()
 
     def work(self) -> bool:
         """Takes a task and processes it as far as possible; returns False if none waits."""
@@ -216,7 +216,7 @@ class CapturePipeline:
         if count := self._writer.reconcile(term):
             message = "%d captures are analysed again: the state or the tables went back"
             _log.warning(message, count)
-            self.look()
+            self.wake()
         self._reconciled = term
 
     def compact(self, nightly: bool = False) -> bool:
