@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from traceloom.formats.links import (
     find_launches,
     find_ops,
 )
+from traceloom.formats.merged import split_ranks
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Ints
@@ -398,7 +400,8 @@ def read_kineto(
         processes: Max number of processes that decode it; all cores if None, where worthwhile.
 
     Returns:
-        The trace; its notices list what was repaired or lost.
+        The trace; its notices list what was repaired or lost. Of a file in which several ranks were
+        merged that of the first, with the others as its `siblings`.
 
     Raises:
         InputError: The file cannot be read or is not a Kineto trace.
@@ -409,9 +412,28 @@ def read_kineto(
             helping = start_helpers(Path(path), processes)
     decoded = decode(path, step) if helping is None else decode_with(helping, path, step)
     try:
-        return _assemble(decoded, str(path), capture)
+        unknown = decoded.columns.unknown_categories
+        if decoded.columns.rows and sum(unknown.values()) == decoded.columns.rows:
+            refuse_categories(unknown, str(path))
+        parts = split_ranks(decoded, str(path))
+        traces = [_assemble(part, str(path), capture) for part, _ in parts]
+        return traces[0] if len(traces) == 1 else _join(traces, [rank for _, rank in parts])
     finally:
         decoded.columns.close()
+
+
+def _join(traces: list[Trace], ranks: list[int | None]) -> Trace:
+    """Returns the trace of the first rank of a file, with the others as its siblings."""
+    named = [
+        replace(
+            trace,
+            meta=replace(trace.meta, rank=rank, rank_evidence=None if rank is None else "label"),
+        )
+        for trace, rank in zip(traces, ranks, strict=True)
+    ]
+    text = f"the file holds the recordings of {len(traces)} processes; each is read by itself"
+    notice = Notice("merged-ranks", "info", text, len(traces))
+    return replace(named[0], notices=(*named[0].notices, notice), siblings=tuple(named[1:]))
 
 
 class _FileEvents:
@@ -495,8 +517,6 @@ class _FileEvents:
 def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Trace:
     """Builds the trace of a decoded file; `capture` is this rank's part of capture.json."""
     columns = decoded.columns
-    if columns.rows and sum(columns.unknown_categories.values()) == columns.rows:
-        refuse_categories(columns.unknown_categories, path)
     file_events = _FileEvents(columns, md.compute_time_offset_ns(decoded.metadata, capture))
     file_notices = decoded.damage.notices()
     # For device-side events from the arguments, else from pid and tid; NULL on the host.

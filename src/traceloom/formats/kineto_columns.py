@@ -141,7 +141,7 @@ class ColumnTables(Struct, frozen=True):
     texts: list[Any]
     places: list[tuple[Any, Any]]
     thread_names: dict[tuple[Any, Any], str]
-    process_names: dict[Any, str]
+    process_texts: dict[Any, set[str]]
     unknown_categories: dict[str, int]
     entries: int
     rows: int
@@ -156,7 +156,7 @@ class Columns:
         tables: Name of a table -> name of a column -> arrays in file order. `spans` has one row per
             complete event; in tables with a column `row`, it is the row in `spans` that they belong
             to.
-        thread_names: (pid, tid) -> name; process_names: pid -> name.
+        thread_names: (pid, tid) -> name; process_texts: pid -> its names and labels.
         entries: Entries of `traceEvents`, all phases.
     """
 
@@ -165,7 +165,7 @@ class Columns:
         self.places = StringTable()
         self.tables: dict[str, dict[str, list[Any]]] = {}
         self.thread_names: dict[tuple[Any, Any], str] = {}
-        self.process_names: dict[Any, str] = {}
+        self.process_texts: dict[Any, set[str]] = {}
         self.unknown_categories: dict[str, int] = {}
         self.entries = 0
         self.rows = 0
@@ -203,19 +203,16 @@ class Columns:
             ]
             phase_entries = [entries[row] for row in rows]
             if phase == "M":
-                for entry in phase_entries:
-                    if (
-                        entry.name == "thread_name"
-                        and entry.args is not None
-                        and entry.args.name is not None
-                    ):
-                        self.thread_names[entry.pid, entry.tid] = str(entry.args.name)
-                    elif (
-                        entry.name == "process_name"
-                        and entry.args is not None
-                        and entry.args.name is not None
-                    ):
-                        self.process_names[entry.pid] = str(entry.args.name)
+                for row, entry in zip(rows, phase_entries, strict=True):
+                    name = None if entry.args is None else entry.args.name
+                    if entry.name == "process_labels":
+                        name = self._decode_again(part, row).get("labels")
+                    if name is None:
+                        continue
+                    if entry.name == "thread_name":
+                        self.thread_names[entry.pid, entry.tid] = str(name)
+                    elif entry.name in {"process_name", "process_labels"}:
+                        self.process_texts.setdefault(entry.pid, set()).add(str(name))
             elif phase in ("s", "t", "f"):
                 start, _, has_time, _ = self._times(phase_entries, exact=part.exact)
                 self._put(
@@ -256,7 +253,7 @@ class Columns:
             list(self.texts),
             list(self.places),
             self.thread_names,
-            self.process_names,
+            self.process_texts,
             self.unknown_categories,
             self.entries,
             self.rows,
@@ -292,7 +289,8 @@ class Columns:
             if self.spill is not None:
                 self._merge(table, name, self.tables[table][name])
         self.thread_names |= state.thread_names
-        self.process_names |= state.process_names
+        for process, names in state.process_texts.items():
+            self.process_texts.setdefault(process, set()).update(names)
         for category, count in state.unknown_categories.items():
             self.unknown_categories[category] = self.unknown_categories.get(category, 0) + count
         self.entries += state.entries
@@ -643,19 +641,24 @@ class Columns:
                 where = f"byte {offset[found].min()} of the text"
                 self._damage.note(slug, where, len(found))
 
+    @staticmethod
+    def _decode_again(part: Slice, row: int) -> dict[str, Any]:
+        """Returns all arguments of an entry that is no span."""
+        offset = int(part.offsets[row]) - part.base
+        try:
+            entry = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])
+        except PARSE_ERRORS:
+            return {}
+        args = entry.get("args") if isinstance(entry, dict) else None
+        return args if isinstance(args, dict) else {}
+
     def _add_counters(self, entries: list[Any], rows: list[int], part: Slice) -> None:
         """Counters have arbitrary keys, so their text is decoded again."""
         start, _, has_time, _ = self._times(entries, exact=part.exact)
         names, keys, values, times, thread_numbers = [], [], [], [], []
         for index, row in enumerate(rows):
-            offset = int(part.offsets[row]) - part.base
-            try:
-                args = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])[
-                    "args"
-                ]
-            except (*PARSE_ERRORS, KeyError, TypeError):
-                continue
-            for key, value in args.items() if isinstance(args, dict) else ():
+            args = self._decode_again(part, row)
+            for key, value in args.items():
                 if (
                     isinstance(value, (int, float))
                     and has_time[index]

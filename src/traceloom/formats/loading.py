@@ -476,6 +476,27 @@ def _find_runs(
     )
 
 
+def _separate_ranks(results: list[Trace], notices: list[Notice]) -> list[Trace]:
+    """Returns one trace per rank, also of files in which ranks were merged; a merged file beside
+    the files of all of its ranks adds nothing.
+    """
+    alone = {trace.rank for trace in results if not trace.siblings}
+    traces = []
+    for trace in results:
+        ranks = [trace, *trace.siblings]
+        if trace.siblings and alone >= {each.rank for each in ranks}:
+            text = "the ranks that were merged in this file are read from their own files"
+            notices.append(Notice("merged-twice", "info", text, where=trace.meta.path))
+            continue
+        traces += [
+            replace(each, siblings=(), meta=replace(each.meta, path=trace.meta.path))
+            if trace.siblings
+            else each
+            for each in ranks
+        ]
+    return traces
+
+
 def _load_sessions(
     discovered: InputSet,
     runs: list[list[InputFile]],
@@ -494,11 +515,13 @@ def _load_sessions(
         run_results = results[offset : offset + len(run)]
         offset += len(run)
         refused += [result for result in run_results if isinstance(result, InputError)]
-        traces = [result for result in run_results if isinstance(result, Trace)]
+        notices: list[Notice] = []
+        traces = _separate_ranks(
+            [result for result in run_results if isinstance(result, Trace)], notices
+        )
         if not traces:
             continue
         traces.sort(key=lambda trace: (trace.rank is None, trace.rank or 0, trace.start_ns))
-        notices: list[Notice] = []
         # One rank at disjoint times has several windows; overlapping times are contradictory.
         for earlier, later in pairwise(traces):
             if (

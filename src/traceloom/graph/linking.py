@@ -199,7 +199,10 @@ def load_ranks(
             out.notices.append(
                 Notice("host-trace-unused", "warning", text, rank=rank, where=str(host.path))
             )
-        out.ranks.append(LoadedRank(rank, trace, matching))
+        # Ranks that were merged in one file have labels, or else are numbered.
+        for number, each in enumerate((trace, *trace.siblings), rank):
+            own = each.rank if trace.siblings and each.rank is not None else number
+            out.ranks.append(LoadedRank(own, each, matching if each is trace else None))
     if not out.ranks:
         raise out.refused[0]
     return out

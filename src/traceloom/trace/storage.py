@@ -57,6 +57,7 @@ class _TraceHeader(Struct):
     notices: list[Notice]
     rows: dict[str, int]
     files: dict[str, tuple[int, int]]
+    siblings: int
 
 
 def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
@@ -69,6 +70,9 @@ def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
         permanent: Compress the files and store checksums; False for files that are read back at
             once and deleted.
     """
+    for number, sibling in enumerate(trace.siblings):
+        (directory / str(number)).mkdir()
+        save(sibling, directory / str(number), permanent=permanent)
     rows = {name: frame.height for name, frame in trace.frames().items()}
     files = {}
     for name, frame in trace.frames().items():
@@ -83,6 +87,7 @@ def save(trace: Trace, directory: Path, *, permanent: bool = True) -> None:
         "notices": [asdict(notice) for notice in trace.notices],
         "rows": rows,
         "files": files,
+        "siblings": len(trace.siblings),
     }
     text = json.dumps(head).encode()
     (directory / _HEADER_FILE).write_bytes(text + b"\n%08x" % crc32(text))
@@ -113,7 +118,14 @@ def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
                 raise ValueError(f"frame {name} is not as it was written")
     else:
         notices = [Notice(**notice) for notice in values["notices"]]
-        head = _TraceHeader(values["version"], Meta(**values["meta"]), notices, values["rows"], {})
+        head = _TraceHeader(
+            values["version"],
+            Meta(**values["meta"]),
+            notices,
+            values["rows"],
+            {},
+            values["siblings"],
+        )
     if head.version != _FORMAT_VERSION:
         raise ValueError(f"format {head.version} is not {_FORMAT_VERSION}")
     rows = {name: count for name, count in head.rows.items() if count and name in SCHEMAS}
@@ -126,7 +138,10 @@ def load_trace(directory: Path, *, permanent: bool = True) -> Trace:
             if frame.height != rows[name] or frame.schema != SCHEMAS[name]:
                 raise ValueError(f"frame {name} is not as its head says")
     empty = {name: pl.DataFrame(schema=SCHEMAS[name]) for name in SCHEMAS}
-    return Trace(meta=head.meta, notices=tuple(head.notices), **(empty | frames))
+    siblings = tuple(
+        load_trace(directory / str(number), permanent=permanent) for number in range(head.siblings)
+    )
+    return Trace(meta=head.meta, notices=tuple(head.notices), siblings=siblings, **(empty | frames))
 
 
 def _compute_checksum(path: Path) -> tuple[int, int]:

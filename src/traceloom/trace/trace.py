@@ -155,7 +155,7 @@ class Meta:
     path: str
     kind: str = "kineto"
     rank: int | None = None
-    rank_evidence: str | None = None  # capture, distributedInfo, arguments, file name
+    rank_evidence: str | None = None  # capture, distributedInfo, arguments, file name, label
     world_size: int | None = None
     host: str | None = None
     process: int | None = None  # the process id with most host events
@@ -178,7 +178,8 @@ class Meta:
 class Trace:
     """One process's part of a run: frames with fixed columns (`SCHEMAS`), metadata and notices.
 
-    A frame may be given as a `DeferredFrame`, which is built on first use and then kept.
+    A frame may be given as a `DeferredFrame`, which is built on first use and then kept. `siblings`
+    are the traces of the other ranks of a file in which several were merged; a session has all.
     """
 
     meta: Meta
@@ -199,6 +200,7 @@ class Trace:
     marks: pl.DataFrame
     sources: pl.DataFrame
     notices: tuple[Notice, ...] = ()
+    siblings: tuple[Trace, ...] = ()
 
     def __post_init__(self) -> None:
         """Separates the frames that are built later."""

@@ -193,6 +193,13 @@ class _AnonymizeRun:
 
     def measured(self, source: InputFile) -> _FirstPass:
         trace = read_kineto(source.path, capture=source.entry)
+        if trace.siblings:
+            raise InputError(
+                "several ranks were merged in this file; they can only be anonymized one by one",
+                slug="merged-ranks",
+                where=str(source.path),
+                hint="give the files that it was merged from",
+            )
         self.hidden.add_trace(trace)
         hosts = trace.lanes.filter(trace.lanes["kind"].is_in(["host", "other"]))
         facts = TraceFacts(
