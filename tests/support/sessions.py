@@ -264,13 +264,3 @@ def sound() -> TraceBuilder:
             "gemm", at + 40, 10, correlation=step + 1
         )
     return builder
-
-
-def overrun(count: int) -> TraceBuilder:
-    """A kernel during which `count` later ones of its stream begin and end."""
-    builder = sound().launch("cudaLaunchKernel", 96, 1, correlation=100)
-    builder.kernel("long", 100, 200, correlation=100)
-    for number in range(1, count + 1):
-        builder.launch("cudaLaunchKernel", 98 + number, 0.5, correlation=100 + number)
-        builder.kernel("short", 100 + 10 * number, 5, correlation=100 + number)
-    return builder

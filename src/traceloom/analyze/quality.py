@@ -43,12 +43,9 @@ EFFECTS: dict[str, dict[str, str]] = {
     },
     "gpu-not-used": {"answer": "it speaks of the host alone"},
     "impossible-duration": {
-        "answer": "its shares hold that time",
-        "ranks[*].devices": "busy time is too large",
-        "kernels": "sums are too large",
-        "kinds": "sums are too large",
-        "operators": _DEVICE_TIME_WEAKENED.replace("small", "large"),
-        "findings": "savings hold that time",
+        "answer": "such work counts with the longest time that it can have taken",
+        "ranks[*].devices": "busy time may be a little too large",
+        "kernels": "sums may be a little too large",
     },
     "busy-before-window": {
         "ranks[*].idle": "what the GPU did there is unknown, not idle",
@@ -67,6 +64,12 @@ EFFECTS: dict[str, dict[str, str]] = {
     "gpu-work-before-launch": {
         "ranks[*].idle": "causes compare the clocks of host and GPU: off by as much",
         "launches": "delays are off by as much; negative ones count as 0",
+        "critical_path": "edges between host and GPU are off by as much",
+    },
+    "waits-contradict-work": {
+        "answer": "idle time, and what the host did meanwhile, are off by as much",
+        "ranks[*].idle": "causes compare the clocks of host and GPU: off by as much",
+        "findings": "savings of waits and of idle time are off by as much",
         "critical_path": "edges between host and GPU are off by as much",
     },
     "overlapping-gpu-work": {

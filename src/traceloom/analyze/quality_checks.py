@@ -323,10 +323,11 @@ EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
 # Without fills: those of size 0 (cuBLAS makes them) submit no work.
 _SUBMITTING_CALLS = r"LaunchKernel|LaunchCooperativeKernel|GraphLaunch|Memcpy"
 _STREAM_WAIT = "Stream Wait Event"
+_WAITS = r"(Device|Stream|Event|Ctx)Synchronize$"
 _MAX_COLD_START_NS = 200_000  # the first launch of a kernel may take this long until it runs
 
 
-_MIN_OVERRUN = 10  # pieces of work that no stream can have run while an earlier one went on
+_MIN_CONTRADICTION_NS = 200_000  # a wait may end this long before or after what it waits for
 
 
 class _WorkFigures(Struct, frozen=True):
@@ -380,30 +381,6 @@ def check_unused_device(trace: Trace) -> QualityCheck | None:
         f"({devices['name'][0] or 'of an unknown model'}): the model ran on the CPU, or the recording left the GPU out"
     )
     return QualityCheck(devices.height, devices.height, "info", message, slug="gpu-not-used")
-
-
-def check_impossible_durations(trace: Trace) -> QualityCheck | None:
-    """Reports GPU work during which much later work of its own stream began and ended."""
-    work = _select_gpu_work(trace).filter(pl.col("duration_ns") > 0)
-    if not work.height:
-        return None
-    # The kernels of one graph launch may run at once on what is told as one stream.
-    alone = pl.col("launch").is_not_null() & (pl.len().over("launch") == 1)
-    rows = work.filter(alone).sort("device", "stream", "start_ns")
-    count, longest_ns = 0, 0
-    for _, lane in rows.group_by("device", "stream", maintain_order=True):
-        start = lane["start_ns"].to_numpy()
-        end = start + lane["duration_ns"].to_numpy()
-        later = np.searchsorted(start, end) - np.arange(start.size) - 1
-        ended = np.searchsorted(np.sort(end), end) - np.arange(start.size)
-        impossible = (later >= _MIN_OVERRUN) & (ended >= _MIN_OVERRUN)
-        count += int(impossible.sum())
-        longest_ns = max([longest_ns, *(end - start)[impossible].tolist()])
-    message = (
-        f"{format_counted(count, 'piece')} of GPU work cannot have taken as long as the file says (up to {format_duration(longest_ns)}): "
-        f"{_MIN_OVERRUN} and more later pieces of the same stream began and ended meanwhile; shares and sums that hold such a time are wrong"
-    )
-    return QualityCheck(count, work.height, "warning", message, slug="impossible-duration")
 
 
 def check_busy_before_window(trace: Trace) -> QualityCheck | None:
@@ -476,6 +453,38 @@ def check_work_before_launch(trace: Trace) -> QualityCheck | None:
     return QualityCheck(
         work.early_count, launched, "warning", message, slug="gpu-work-before-launch"
     )
+
+
+def check_waits_against_work(trace: Trace) -> QualityCheck | None:
+    """Reports synchronisations that end long after all recorded GPU work, or long before work that
+    they waited for.
+    """
+    work = _select_gpu_work(trace).drop_nulls("launch")
+    is_call = pl.col("category").is_in(vocab.LAUNCHES)
+    waits = trace.events.filter(is_call & pl.col("name").cast(pl.String).str.contains(_WAITS))
+    if not waits.height or not work.height:
+        return None
+    start = waits["start_ns"].to_numpy()
+    end = start + waits["duration_ns"].to_numpy()
+    work_end = (work["start_ns"] + work["duration_ns"]).to_numpy()
+    before = np.searchsorted(work["start_ns"].to_numpy(), end)  # work that had begun
+    reached = np.append(np.iinfo(np.int64).max, np.maximum.accumulate(work_end))[before]
+    beyond_ns = end - np.maximum(start, reached)
+    # A wait for the device covers all that was launched before, where there is one device.
+    called = trace.events["start_ns"].gather(work["launch"]).to_numpy()
+    order = np.argsort(called, kind="stable")
+    launched = np.append(0, np.maximum.accumulate(work_end[order]))
+    launched = launched[np.searchsorted(called[order], start)]
+    whole = waits["name"].cast(pl.String).str.contains("Device", literal=True).to_numpy()
+    short_ns = np.where(whole & (work["device"].n_unique() == 1), launched - end, 0)
+    gap_ns = np.maximum(beyond_ns, short_ns)
+    affected = int((gap_ns > _MIN_CONTRADICTION_NS).sum())
+    longest = format_duration(int(gap_ns.max()))
+    message = (
+        f"{format_counted(affected, 'synchronisation')} ended up to {longest} after all recorded GPU work, or before work that "
+        "they waited for: the clocks of host and GPU disagree by that much, or work is missing in the file"
+    )
+    return QualityCheck(affected, waits.height, "warning", message, slug="waits-contradict-work")
 
 
 def check_overlapping_work(trace: Trace) -> QualityCheck | None:
@@ -625,7 +634,7 @@ def _compute_figures(traces: Sequence[Trace]) -> Iterable[_WorkFigures]:
             work_count=pl.len(),
             orphan_count=orphan.sum(),
             orphan_ns=ns.filter(orphan).clip(lower_bound=0).sum(),
-            early_count=(early > 0).sum(),
+            early_count=(early > vocab.CLOCK_JITTER_NS).sum(),
             early_ns=early.clip(lower_bound=0).max().fill_null(0),
             timed_count=(ns > 0).sum(),
             overlapping_count=pl.col("overlaps").sum(),
@@ -650,10 +659,10 @@ GPU_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
     check_orphan_gpu_work,
     check_missing_gpu_work,
     check_unused_device,
-    check_impossible_durations,
     check_busy_before_window,
     check_launches_without_work,
     check_work_before_launch,
+    check_waits_against_work,
     check_overlapping_work,
     check_instant_work,
     check_unpaired_counters,

@@ -50,6 +50,7 @@ from traceloom.formats.links import (
 )
 from traceloom.formats.merged import split_ranks
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
+from traceloom.system.units import format_duration
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Ints
 from traceloom.trace.arrays import (
@@ -360,6 +361,7 @@ _OP, _ANNOTATION, _PYTHON, _OTHER = (
 _RECORDER_THREAD = re.compile(
     r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$"
 )
+_MIN_OVERRUN = 10  # pieces of work that no stream can have run while an earlier one went on
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
 _IS_WORK, _IS_LAUNCH = (
@@ -527,6 +529,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         values[missing] = file_events.places.numbers(which)[file_events.place[missing]]
     device[(device < 0) | (device >= 2**31)] = NULL
     lanes = find_lanes(file_events.category, file_events.place, device, stream, file_events.places)
+    overruns = _bound_durations(file_events, lanes.lane)
     nesting = build_nesting(
         lanes.lane,
         file_events.start,
@@ -599,8 +602,46 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     data_notices = _collect_notices(
         events, nesting, columns.unknown_categories, count_unknown_devices(allocations)
     )
-    notices = (*file_notices, *rank_notices, *step_notices, *capture_notices, *data_notices)
+    notices = (
+        *file_notices,
+        *rank_notices,
+        *step_notices,
+        *capture_notices,
+        *overruns,
+        *data_notices,
+    )
     return Trace(meta=meta, events=events, notices=notices, **sides)
+
+
+def _bound_durations(file_events: _FileEvents, lane: Ints) -> list[Notice]:
+    """Lets GPU work during which much later work of its own stream began and ended count until the
+    next piece begins, and returns a notice of it.
+    """
+    launched = file_events.correlation[gather_rows(_IS_LAUNCH, file_events.category)]
+    rows = np.flatnonzero(gather_rows(_IS_WORK, file_events.category))
+    number, index, times = np.unique(
+        file_events.correlation[rows], return_inverse=True, return_counts=True
+    )
+    # The kernels of one graph launch may run at once on what is told as one stream.
+    single = (times == 1) & np.isin(number, launched) & (number != NULL)
+    rows = rows[single[index] & (file_events.duration[rows] > 0)]
+    count, longest_ns = 0, 0
+    for one in np.unique(lane[rows]).tolist():
+        own = rows[lane[rows] == one]
+        start, duration = file_events.start[own], file_events.duration[own]
+        end, place = start + duration, np.arange(own.size)
+        later = np.searchsorted(start, end) - place - 1
+        ended = np.searchsorted(np.sort(end), end) - place
+        wrong = np.flatnonzero((later >= _MIN_OVERRUN) & (ended >= _MIN_OVERRUN))
+        if wrong.size:
+            count, longest_ns = count + wrong.size, max(longest_ns, int(duration[wrong].max()))
+            file_events.duration[own[wrong]] = start[wrong + 1] - start[wrong]
+    text = (
+        f"{count:,} {'piece' if count == 1 else 'pieces'} of GPU work cannot have taken as long as the file says (up to "
+        f"{format_duration(longest_ns)}): {_MIN_OVERRUN} and more later pieces of the same stream began and ended "
+        "meanwhile; such work counts until the next piece began"
+    )
+    return [Notice("impossible-duration", "warning", text, count)] if count else []
 
 
 def _build_events(

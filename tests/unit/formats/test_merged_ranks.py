@@ -9,13 +9,13 @@ from typing import Any
 import polars as pl
 import pytest
 
+from support.merged import build_straggler, merge_ranks
 from traceloom import Session, analyze, load
 from traceloom.analyze.answer import answer
 from traceloom.errors import InputError
 from traceloom.formats import load_inputs
 from traceloom.graph.linking import load_ranks
 from traceloom.report import ReportOptions, build
-from traceloom.testing.known_runs import build_straggler, merge_ranks
 from traceloom.trace.trace import SCHEMAS
 from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import anonymize
