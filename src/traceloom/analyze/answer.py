@@ -19,9 +19,16 @@ from traceloom.analyze.gpu_time import (
     has_step_time,
 )
 from traceloom.analyze.host_time import HostTime, host
-from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, idle
+from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, find_edge_causes, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.steps import DEVICE, StepTimes, has_request_steps, step_times
+from traceloom.analyze.quality_checks import check_unused_device
+from traceloom.analyze.steps import (
+    DEVICE,
+    StepTimes,
+    has_request_steps,
+    list_told_steps,
+    step_times,
+)
 from traceloom.system.units import format_count, format_duration, format_share
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.session import Session, read_run_steps
@@ -111,7 +118,7 @@ class Answer(Result):
             fraction; the largest first. They add up to `whole_ns` exactly.
         step_ns: The median of the whole steps of all ranks (of all steps, where none is whole);
             None without steps.
-        whole_ns: Time of all devices (without GPU work: of all main threads) in all steps; without
+        whole_ns: Time of all devices (without GPU work: of all main threads) in all whole steps; without
             steps, from the first to the last GPU work of each device (without GPU work: the window
             of the traces).
     """
@@ -171,7 +178,7 @@ def answer(session: Session, facts_of_traces: Sequence[AnswerInputs] | None = No
             threads = served[["lane", "step"]].drop_nulls()
         did = fact.host.account.join(threads, on=threads.columns, how="semi")
         if has_step_time(fact.trace):
-            did = did.filter(pl.col("step").is_not_null())
+            did = did.filter(pl.col("step").is_in(list_told_steps(fact.trace).implode()))
         for phase, kind, ns in (
             did.group_by(pl.col("phase", "activity").cast(pl.String)).agg(pl.col("ns").sum()).rows()
         ):
@@ -254,53 +261,12 @@ def _describe_scope(
     windows = Counter(process_numbers[fact] for fact in all_facts)
     if len(ranks) == 1 and len(windows) == 1 and (traces[0].meta.world_size or 1) == 1:
         ranks = []
-    lengths, step_ns = _collect_step_durations(all_facts), _compute_median_step_ns(all_facts)
-    if step_ns is not None:
-        stepped = [trace.steps for trace in traces if has_step_time(trace)]
-        counts: Counter[int] = Counter()
-        for fact in all_facts:
-            counts[process_numbers[fact]] += (
-                fact.trace.steps.height if has_step_time(fact.trace) else 0
-            )
-        number = max(counts.values())
-        word = "request" if any(has_request_steps(trace) for trace in traces) else "step"
-        span = (
-            f"{format_count(number)} {word}s of {format_duration(step_ns)}"
-            if number > 1
-            else f"1 {word} of {format_duration(step_ns)}"
-        )
-        if (window_count := max(windows.values())) > 1:
-            span += f" in {window_count} windows of the recording"
-        rank_medians = [
-            ns for fact in all_facts if (ns := _compute_median_step_ns([fact])) is not None
-        ]
-        if max(rank_medians) - min(rank_medians) > _MAX_STEP_DIFFERENCE * max(rank_medians):
-            span += f" ({format_duration(min(rank_medians))} to {format_duration(max(rank_medians))} by rank)"
-        elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
-            span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
-        ahead = [fact.step_times.steps for fact in all_facts if fact.step_times.clock == DEVICE]
-        if ahead:
-            launched = pl.concat(steps.filter("complete")["duration_ns"] for steps in ahead)
-            span += (
-                f" on the GPU (the host runs ahead: it launches one in "
-                f"{format_duration(int(launched.median() or 0))})"  # type: ignore[arg-type]
-            )
-        if word == "request":  # there is none in the rest of the window
-            served_ns = sum(int((steps["end_ns"] - steps["start_ns"]).sum()) for steps in stepped)
-            window = max(trace.end_ns - trace.start_ns for trace in traces)
-            served = f"{format_share(served_ns, window)} of a window of {format_duration(window)}"
-            span += f" ({served}; the program waits between them)"
-    # The longest window; with GPU work its part from the first to the last of it, which the shares
-    # refer to
-    else:
-        span = (
-            f"a window of {format_duration(max(trace.end_ns - trace.start_ns for trace in traces))}"
-        )
-        longest = max(
-            (int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0
-        )
-        if longest and not span.endswith(f" {format_duration(longest)}"):
-            span = f"from first to last GPU work, {format_duration(longest)} of {span}"
+    step_ns = _compute_median_step_ns(all_facts)
+    span = (
+        _describe_window(all_facts)
+        if step_ns is None
+        else _describe_steps(all_facts, process_numbers, step_ns)
+    )
     if len(ranks) == 1:
         return f"Rank {ranks[0]}, {span}"
     if ranks:
@@ -316,6 +282,59 @@ def _describe_scope(
         if len(windows) > 1
         else span[0].upper() + span[1:]
     )
+
+
+def _describe_steps(
+    all_facts: list[AnswerInputs], process_numbers: Mapping[AnswerInputs, int], step_ns: int
+) -> str:
+    """Returns the number and length of the steps, and how far apart they are."""
+    stepped = [fact for fact in all_facts if has_step_time(fact.trace)]
+    counts: Counter[int] = Counter()
+    for fact in stepped:
+        counts[process_numbers[fact]] += list_told_steps(fact.trace).len()
+    number = max(counts.values(), default=1)
+    serves = any(has_request_steps(fact.trace) for fact in all_facts)
+    word = f"{'request' if serves else 'step'}{'s' if number > 1 else ''}"
+    span = f"{format_count(number)} {word} of {format_duration(step_ns)}"
+    window_count = max(Counter(process_numbers[fact] for fact in all_facts).values())
+    if window_count > 1:
+        span += f" in {window_count} windows of the recording"
+    lengths = _collect_step_durations(all_facts)
+    by_rank = [ns for fact in all_facts if (ns := _compute_median_step_ns([fact])) is not None]
+    if max(by_rank) - min(by_rank) > _MAX_STEP_DIFFERENCE * max(by_rank):
+        span += f" ({format_duration(min(by_rank))} to {format_duration(max(by_rank))} by rank)"
+    elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
+        span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
+    ahead = [fact.step_times.steps for fact in all_facts if fact.step_times.clock == DEVICE]
+    if ahead:
+        launched = pl.concat(steps.filter("complete")["duration_ns"] for steps in ahead)
+        span += (
+            f" on the GPU (the host runs ahead: it launches one in "
+            f"{format_duration(int(launched.median() or 0))})"  # type: ignore[arg-type]
+        )
+    if serves:  # there is none in the rest of the window
+        served_ns = sum(
+            int((fact.trace.steps["end_ns"] - fact.trace.steps["start_ns"]).sum())
+            for fact in stepped
+        )
+        window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
+        served = f"{format_share(served_ns, window)} of a window of {format_duration(window)}"
+        span += f" ({served}; the program waits between them)"
+    return span
+
+
+def _describe_window(all_facts: list[AnswerInputs]) -> str:
+    """Returns the longest window; with GPU work its part from the first to the last of it, which
+    the shares refer to.
+    """
+    window = max(fact.trace.end_ns - fact.trace.start_ns for fact in all_facts)
+    span = f"a window of {format_duration(window)}"
+    longest = max(
+        (int(ns) for fact in all_facts for ns in fact.gpu.devices["window_ns"]), default=0
+    )
+    if longest and not span.endswith(f" {format_duration(longest)}"):
+        span = f"from first to last GPU work, {format_duration(longest)} of {span}"
+    return span
 
 
 def _compute_median_step_ns(all_facts: list[AnswerInputs]) -> int | None:
@@ -366,8 +385,15 @@ def _describe_gpus(
         f"idle: {description}": _REASONS.get(cause, description)
         for cause, description in CAUSES.items()
     }
-    reasons[f"idle: {_EDGE}"] = "there was no GPU work yet, or no more, at the edges of the steps"
     label, ns = idling[["label", "ns"]].row(0)
+    if label == f"idle: {_EDGE}":
+        causes = pl.concat(find_edge_causes(fact.trace) for fact in all_facts)
+        sums = causes.group_by("cause").agg(pl.col("ns").sum()).sort("ns", "cause")
+        cause, longest_ns = sums.row(-1)
+        reasons[label] = (
+            "there was no GPU work yet, or no more, at the edges of the steps "
+            f"({format_share(longest_ns, ns)} of that while {HOST_CAUSES[cause]})"
+        )
     return f"{text}; the main cause of the idle time ({format_share(ns, idle_ns)} of it): {reasons[label]}"
 
 
@@ -415,6 +441,8 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
         clauses.append(
             f"{format_share(int(sum(in_steps) + sum(in_whole)), total_ns)} is spent waiting on the DataLoader"
         )
+    if any(check_unused_device(fact.trace) for fact in all_facts):
+        clauses.append("no launch on the GPU that the process sees is recorded")
     ran = _compute_run_time(all_facts)
     if ran is not None and ran[0] < _MAX_RUNNING_SHARE * ran[1]:
         clauses.append(

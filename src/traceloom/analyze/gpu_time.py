@@ -21,7 +21,7 @@ from traceloom.analyze.intervals import (
     sum_clipped_durations,
 )
 from traceloom.analyze.kernel_rules import Rule, select_gpu_work
-from traceloom.analyze.steps import Tiles, build_device_tiles, find_step_spans
+from traceloom.analyze.steps import Tiles, build_device_tiles, find_step_spans, list_told_steps
 from traceloom.trace.array_types import Ints
 from traceloom.trace.batch import TRACE_COLUMN, cache_per_trace
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
@@ -261,7 +261,7 @@ DEVICE_ACCOUNT_SCHEMA = build_schema(
 
 @dataclass(frozen=True)
 class DeviceAccount(Result):
-    """The time of a trace's devices: in its steps, or without steps from the first to the last GPU
+    """The time of a trace's devices: in its whole steps, or without steps from the first to the last GPU
     work of each.
 
     Attributes:
@@ -292,15 +292,15 @@ def has_step_time(trace: Trace) -> bool:
 
 
 def build_device_account(trace: Trace, gpu: GpuTime, idle: Idle) -> DeviceAccount:
-    """Returns the time of the devices in the steps of a trace; of all their GPU work where no step
-    holds any time.
+    """Returns the time of the devices in the whole steps of a trace; of all their GPU work where no
+    step holds any time.
     """
     if not has_step_time(trace):
         devices = gpu.devices.with_columns(edge_idle_ns=0)
         return DeviceAccount(
             "gpu_work", devices.pipe(cast_to_schema, DEVICE_ACCOUNT_SCHEMA), idle.totals
         )
-    in_steps = pl.col("step").is_not_null()
+    in_steps = pl.col("step").is_in(list_told_steps(trace).implode())
     edges = pl.col("edge_idle_before_ns") + pl.col("edge_idle_after_ns")
     devices = (
         gpu.steps.filter(in_steps)

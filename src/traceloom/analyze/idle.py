@@ -40,7 +40,7 @@ from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.intervals import Spans, find_overlaps
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import build_vocabulary
-from traceloom.analyze.steps import build_device_tiles
+from traceloom.analyze.steps import build_device_tiles, list_told_steps
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column, move_columns_to_disk
 from traceloom.trace.batch import (
@@ -403,6 +403,37 @@ def idle(trace: Trace) -> Idle:
         for keys in (["device", "step"], ["device"])
     )
     return Idle(rows, causes, totals)
+
+
+def find_edge_causes(trace: Trace) -> pl.DataFrame:
+    """Returns what the main thread did in the steps before the first and after the last GPU work of
+    each device: cause (a name of HOST_CAUSES), ns; the most first.
+    """
+    main, tiles = find_main_lane(trace), build_device_tiles(trace)
+    spans = select_gpu_work(trace).group_by("device")
+    work = spans.agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+    told = np.isin(trace.steps["step"].to_numpy(), list_told_steps(trace).to_numpy())
+    low, high = (side[np.append(told, False)[tiles.row]] for side in tiles.spans)
+    device, start, end = (
+        np.concatenate(columns)
+        for columns in zip(
+            *(
+                (
+                    np.full(low.size * 2, number),
+                    np.append(low, np.maximum(low, last)),
+                    np.append(np.minimum(high, first), high),
+                )
+                for number, first, last in work.rows()
+            ),
+            strict=True,
+        )
+    )
+    rows = np.flatnonzero(end > start)
+    edges = GapIntervals(np.arange(rows.size), np.zeros_like(rows), start[rows], end[rows])
+    lane = np.full(rows.size, 0 if main is None else main)
+    parts = split_by_activity(trace, edges, lane, device[rows])
+    names = pl.col("cause").replace_strict(dict(enumerate(HOST_CAUSES)), return_dtype=pl.String)
+    return parts.group_by(names).agg(ns=pl.col("duration_ns").sum()).sort("ns", descending=True)
 
 
 def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bools]:

@@ -308,6 +308,13 @@ def select_whole_steps(trace: Trace) -> pl.DataFrame:
     return trace.steps.filter("complete").select("step", many=pl.len())
 
 
+def list_told_steps(trace: Trace) -> pl.Series:
+    """Returns the numbers of the steps that answers are about: the whole ones, or all, where none
+    is whole.
+    """
+    return trace.steps.filter(pl.col("complete") | ~pl.col("complete").any())["step"]
+
+
 def summarize_durations(ns: pl.Expr) -> list[pl.Expr]:
     """Returns number, sum, mean (rounded down), min and max of the durations in a group."""
     values = {"total": ns.sum(), "mean": ns.sum() // pl.len(), "min": ns.min(), "max": ns.max()}

@@ -256,13 +256,15 @@ def list_idle_causes(account: GpuAccountRow) -> Iterator[IdleCause]:
 
 
 def get_main_thread_account(rank: RankRow) -> list[AccountRow]:
-    """Returns what the main thread of a rank did in its steps; without steps, in the
-    whole window.
+    """Returns what the main thread of a rank did in its whole steps; without steps, in the whole
+    window.
     """
     host = rank.get("host") or {}
     lanes = {thread["lane"] for thread in host.get("threads") or [] if thread["main"]}
     rows = [row for row in host.get("account") or [] if row["lane"] in lanes]
-    in_steps = [row for row in rows if row["step"] is not None]
+    told = {row["step"] for row in rank["steps"] if row["complete"]}
+    told = told or {row["step"] for row in rank["steps"]}
+    in_steps = [row for row in rows if row["step"] in told]
     return in_steps if any(row["ns"] for row in in_steps) else rows
 
 
@@ -277,6 +279,9 @@ def describe_host_window(document: ReportDocument) -> str:
 
 
 def _describe_steps(document: ReportDocument) -> str:
+    whole = {row["complete"] for rank in document["ranks"] for row in rank["steps"]}
+    if len(whole) > 1:
+        return "in all whole steps"
     return (
         "in all steps"
         if any(len(rank["steps"]) > 1 for rank in document["ranks"])

@@ -17,7 +17,7 @@ import polars as pl
 from traceloom.errors import broken
 from traceloom.trace.frames import build_schema
 from traceloom.trace.notice import Notice
-from traceloom.trace.vocabulary import CATEGORIES, GPU_WORK
+from traceloom.trace.vocabulary import CATEGORIES, GPU_WORK, PROFILER
 
 
 class DeferredFrame:
@@ -144,6 +144,8 @@ _SLICE_ROWS = (
     1 << 20
 )  # rows summed at once, since the end times of all rows would take too much memory
 
+_END_NS = pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0)
+
 
 @dataclass(frozen=True)
 class Meta:
@@ -232,22 +234,27 @@ class Trace:
         """The rank, where known."""
         return self.meta.rank
 
+    @cached_property
+    def _in_window(self) -> pl.Series:
+        """Which events make the window: all but the profiler's own, where there are others."""
+        others = self.events["category"] != PROFILER
+        return others if others.any() else ~others
+
     @property
     def start_ns(self) -> int:
-        """Start of the earliest event; 0 for a trace without events."""
-        return int(self.events["start_ns"][0]) if self.events.height else 0
+        """Start of the earliest event but the profiler's own; 0 for a trace without events."""
+        first = self._in_window.arg_max()
+        return int(self.events["start_ns"][first]) if first is not None else 0
 
     @cached_property
     def end_ns(self) -> int:
-        """End of the latest event; 0 for a trace without events."""
-        if not self.events.height:
-            return 0
-        spans = self.events.select("start_ns", "duration_ns")
+        """End of the latest event but the profiler's own; 0 for a trace without events."""
+        spans = self.events.select("start_ns", "duration_ns", self._in_window.alias("counts"))
         slice_ends = (
-            (part["start_ns"] + part["duration_ns"].clip(lower_bound=0)).max()
+            part.filter("counts").select(end=_END_NS).max().item()
             for part in spans.iter_slices(_SLICE_ROWS)
         )
-        return max(int(end) for end in slice_ends)  # type: ignore[arg-type]
+        return max((int(end) for end in slice_ends if end is not None), default=0)
 
     def frames(self) -> dict[str, pl.DataFrame]:
         """All frames by name."""

@@ -81,7 +81,19 @@ def test_halves_of_events_without_a_category_are_refused_by_what_they_have(faili
 
 
 def test_a_gpu_on_which_nothing_ran_is_told(failing: Path) -> None:
-    assert "gpu-not-used" in slugs(load(failing / "12_model_on_cpu_gpu_visible.json"))
+    session = load(failing / "12_model_on_cpu_gpu_visible.json")
+    assert "gpu-not-used" in slugs(session)
+    assert "no launch on the GPU that the process sees is recorded" in answer(session).sentence
+
+
+def test_a_page_has_one_window_which_is_not_that_of_the_profiler(failing: Path) -> None:
+    session = load(failing / "10_profiler_span.json")
+    assert answer(session).sentence.startswith(
+        "A window of 19.9 ms: 90.5 % of the time the CPU runs operators"
+    )
+    assert answer(session).whole_ns == 19_900_000
+    document = build(session, ReportOptions(full=True))
+    assert document["critical_path"]["window_ns"] == 19_900_000
 
 
 def test_kernels_that_share_a_correlation_are_not_missing(failing: Path) -> None:

@@ -37,7 +37,9 @@ HEADER_COLUMNS: dict[str, Column] = {
     "sentence": Column("text", "Answer", "the answer in a sentence"),
     "answer.step_ns": Column("time", "Step", "median duration of the whole steps of all ranks"),
     "answer.whole_ns": Column(
-        "time", "Whole", "time of all devices, or of all main threads, in all steps; parts add up"
+        "time",
+        "Whole",
+        "time of all devices, or of all main threads, in all whole steps; parts add up",
     ),
     "answer.parts.label": Column("text", "Part", "what the time was spent on, in words"),
     "answer.parts.kind": Column("text", "Kind", "what the time was spent on, as a stable name"),
