@@ -619,11 +619,9 @@ def _bound_durations(file_events: _FileEvents, lane: Ints) -> list[Notice]:
     """
     launched = file_events.correlation[gather_rows(_IS_LAUNCH, file_events.category)]
     rows = np.flatnonzero(gather_rows(_IS_WORK, file_events.category))
-    number, index, times = np.unique(
-        file_events.correlation[rows], return_inverse=True, return_counts=True
-    )
+    number, index = np.unique(file_events.correlation[rows], return_inverse=True)
     # The kernels of one graph launch may run at once on what is told as one stream.
-    single = (times == 1) & np.isin(number, launched) & (number != NULL)
+    single = (np.bincount(index) == 1) & np.isin(number, launched) & (number != NULL)
     rows = rows[single[index] & (file_events.duration[rows] > 0)]
     count, longest_ns = 0, 0
     for one in np.unique(lane[rows]).tolist():

@@ -140,7 +140,10 @@ class Session:
     @property
     def epoch_ns(self) -> int:
         """The earliest start of all traces, which report times are relative to."""
-        return min((trace.start_ns for trace in self.traces if trace.events.height), default=0)
+        return min(
+            (int(trace.events["start_ns"][0]) for trace in self.traces if trace.events.height),
+            default=0,
+        )
 
     @property
     def recording_overhead_ratio(self) -> float | None:
