@@ -296,11 +296,15 @@ def _describe_steps(
     serves = any(has_request_steps(fact.trace) for fact in all_facts)
     word = f"{'request' if serves else 'step'}{'s' if number > 1 else ''}"
     span = f"{format_count(number)} {word} of {format_duration(step_ns)}"
-    window_count = max(Counter(process_numbers[fact] for fact in all_facts).values())
+    processes: dict[int, list[AnswerInputs]] = {}
+    for fact in all_facts:
+        processes.setdefault(process_numbers[fact], []).append(fact)
+    window_count = max(map(len, processes.values()))
     if window_count > 1:
         span += f" in {window_count} windows of the recording"
     lengths = _collect_step_durations(all_facts)
-    by_rank = [ns for fact in all_facts if (ns := _compute_median_step_ns([fact])) is not None]
+    medians = map(_compute_median_step_ns, processes.values())
+    by_rank = [ns for ns in medians if ns is not None]
     if max(by_rank) - min(by_rank) > _MAX_STEP_DIFFERENCE * max(by_rank):
         span += f" ({format_duration(min(by_rank))} to {format_duration(max(by_rank))} by rank)"
     elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]

@@ -159,6 +159,8 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         basis = f"of the window of {length}"
     else:
         start = "its first start on any rank" if context.rank_count > 1 else "its start"
+        if context.step_ns < context.whole_ns:  # the device was still at earlier steps
+            start = "the end of earlier work"
         basis = (
             f"of {context.unit} {context.step}, {length} from {start} to the end of its last work"
         )
@@ -166,7 +168,7 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         "step": absent.value(context.step, "findings_ground.step"),
         "unit": context.unit,
         "basis": basis,
-        "whole_ns": context.whole_ns,
+        "whole_ns": context.step_ns,
         "law": law.sentence,
         "holds": law.holds,
         "exact_error_ns": law.exact_error_ns,

@@ -12,6 +12,7 @@ from traceloom.analyze.answer import answer
 from traceloom.analyze.gate import judge, parse
 from traceloom.analyze.gate_summary import summarise
 from traceloom.analyze.inference import inference
+from traceloom.report import ReportOptions, build
 from traceloom.testing.known_runs import build_run_ahead
 from traceloom.trace.session import Session
 
@@ -68,3 +69,16 @@ def test_given_recordings_have_the_steps_that_were_counted(
     shared_data: Path, name: str, step_ns: int
 ) -> None:
     assert answer(load(shared_data / name)).step_ns == pytest.approx(step_ns, rel=2e-3)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_savings_are_shares_of_the_period_of_a_step(seed: int) -> None:
+    known = build_run_ahead(seed)
+    document = build(session(seed), ReportOptions())
+    ground = document["findings_ground"]
+    assert ground is not None
+    assert ground["step"] is not None
+    if ground["step"] > 1:  # the first begins with its launches
+        assert ground["whole_ns"] == known.periods_ns[ground["step"] - 1]
+        assert "from the end of earlier work to the end of its last work" in ground["basis"]

@@ -8,6 +8,8 @@ import pytest
 
 from traceloom import Session
 from traceloom.analyze.answer import answer
+from traceloom.report import ReportOptions, build
+from traceloom.report.sections.steps import SECTION
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
@@ -58,3 +60,14 @@ def test_files_that_claim_one_process_at_the_same_time_are_two() -> None:
 def test_traces_that_do_not_say_their_process_are_one_each() -> None:
     session = Session((build_window(0, 0, 3), build_window(0, 9000, 3)), "made")
     assert session.process_numbers == (0, 1)
+
+
+def test_windows_are_no_ranks_that_could_differ() -> None:
+    traces = (build_window(100, 0, 4), build_window(100, 9000, 3))
+    session = Session(traces, "made")
+    assert "by rank" not in answer(session).sentence
+    document = build(session, ReportOptions(full=True))
+    assert document["imbalance"] is None
+    assert document["across_ranks"] is None
+    first = next(iter(SECTION.tables(document)))
+    assert (first.title, first.columns[0].title) == ("Steps by window", "Window")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import polars as pl
 
 from traceloom.analyze.memory_answers import GROWTH, explain
@@ -84,10 +83,11 @@ class MemorySection(CoreSection):
                     }
                 )
         # A device of a process that has several windows is one device, told at its highest peak.
-        processes = pl.Series(measurements.part.process_numbers, dtype=pl.Int64)
-        heights = [rank.memory.devices.height for rank in measurements.results]
-        devices = measurements.concat(lambda rank: rank.memory.devices).with_columns(
-            process=processes.gather(np.repeat(np.arange(len(heights)), heights))
+        process_of = dict(
+            zip(map(id, measurements.results), measurements.part.process_numbers, strict=True)
+        )
+        devices = measurements.concat(
+            lambda rank: rank.memory.devices.with_columns(process=pl.lit(process_of[id(rank)]))
         )
         highest = (
             pl.col("peak_bytes")

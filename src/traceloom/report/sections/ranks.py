@@ -153,7 +153,7 @@ class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
     def build(
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> AcrossRanksValue | None:
-        if len(measurements.results) < 2:
+        if len(set(measurements.part.process_numbers)) < 2:
             unknowns.explain("across_ranks")
             return None
         comparison = across_ranks(measurements.results)
@@ -379,7 +379,7 @@ class ImbalanceSection(RanksSection["ImbalanceValue"]):
     def build(
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> ImbalanceValue | None:
-        if len(measurements.results) < 2:
+        if len(set(measurements.part.process_numbers)) < 2:
             unknowns.explain("imbalance")
             return None
         balance = analyze.imbalance(list(measurements.results))
@@ -472,7 +472,7 @@ class PipelineSection(RanksSection["PipelineValue"]):
     def build(
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> PipelineValue:
-        if len(measurements.results) < 2:
+        if len(set(measurements.part.process_numbers)) < 2:
             return self.lists(
                 {"stages": STAGE_SCHEMA.to_frame(), "steps": STEP_SCHEMA.to_frame()}, unknowns
             )

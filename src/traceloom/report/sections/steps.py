@@ -94,11 +94,13 @@ class StepsSection(CoreSection):
         ranks = document["ranks"]
         several = len(ranks) > 1
         if several and any(rank["steps"] for rank in ranks):
+            # A process may have been recorded in several windows.
+            word = "rank" if len({rank["process_number"] for rank in ranks}) > 1 else "window"
             yield Table(
                 "steps-by-rank",
-                "Steps by rank",
+                f"Steps by {word}",
                 [
-                    Col("rank", "Rank"),
+                    Col("rank", word.capitalize()),
                     Col("steps", "Steps", "count"),
                     Col("median_ns", "Median", "time", "of the whole steps", scale="step"),
                     Col("min_ns", "Shortest", "time", scale="step"),
