@@ -67,7 +67,11 @@ def find_steps(
             ["annotation", "op"]
         )
         spans = events.filter(called & on_host).select(
-            "name", "lane", "start_ns", end_ns=pl.col("nested_end_ns")
+            # As recorded: the last call of a step often crosses its end by a little.
+            "name",
+            "lane",
+            "start_ns",
+            end_ns=pl.col("start_ns") + pl.col("duration_ns").clip(lower_bound=0),
         )
         if spans.height >= fewest:
             return _build_numbered_steps(
@@ -214,8 +218,9 @@ def _find_optimizer_steps(
 ) -> pl.DataFrame | None:
     """Finds steps that end with a step of the optimizer; None where there are too few.
 
-    PyTorch marks them itself, so that they need not be regular: one may have stalled. Of several optimizers the one with the fewest calls is used, and of those the last. The first
-    step begins with the recording: it is complete if it has as many operators as others.
+    PyTorch marks them itself, so that they need not be regular: one may have stalled. Of several
+    optimizers the one with the fewest calls is used, and of those the last. The first step begins
+    with the recording: it is complete if it has as many operators as others.
     """
     calls = annotations.filter(pl.col("name").str.starts_with(_OPTIMIZER))
     groups = [group for _, group in calls.group_by("name", "lane", maintain_order=True)]
