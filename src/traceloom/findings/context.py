@@ -198,8 +198,7 @@ class Context:
         if self.step_count == 1:
             # Since the measurement began: nothing of the step can be before it, whatever the clock
             # of its work shows.
-            start = self.graph.nodes["start_ns"].min()
-            return np.array([int(times.max()) - start if times.size else 0], dtype=np.int64)  # type: ignore[operator]
+            return np.array([int(times.max()) - self._begun_ns if times.size else 0])
         step_index, start, end = self.node_step_index, times[0::2], times[1::2]
         counts = (step_index >= 0) & (
             self.select_kinds(*_DEVICE_KINDS)
@@ -263,7 +262,7 @@ class Context:
             return self.whole_ns
         times = get_point_times(self.graph)
         start, end = times[0::2][nodes], times[1::2][nodes]
-        span_ns = int(end.max() - start.min()) if end.size else 0
+        span_ns = int(end.max()) - min(int(start.min()), self._begun_ns) if end.size else 0
         if self.elsewhere is None:
             return span_ns
         device = (
@@ -283,6 +282,17 @@ class Context:
             return span_ns
         start_ns = max(int(end[device].max()), int(start[host].min()))
         return max(int(end.max()) - start_ns, 0) or span_ns
+
+    @cached_property
+    def _begun_ns(self) -> int:
+        """When the graph begins: with its first node; with the step of a single rank, where nothing
+        is recorded at its beginning.
+        """
+        first = int(self.graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
+        if self.rank_count > 1 or self.steps is None or self.apart:
+            return first
+        begun = self.traces[0].steps.filter(step=self.steps[0])["start_ns"]
+        return min((first, *(int(ns) - self.graph.epoch_ns for ns in begun)))
 
     @cached_property
     def elsewhere(self) -> Bools | None:
