@@ -384,7 +384,6 @@ class StackTexts:
         yield from np.split(rows, np.cumsum(np.bincount(depth))[:-1])
 
 
-PARTITION_KEYS = ("scope", "module", "category", "op", "stack", "dtype")
 BEFORE_RECORDING_LABEL = "(before the recording)"
 NO_MODULE = "(outside modules)"
 NO_SCOPE = "(no scope)"

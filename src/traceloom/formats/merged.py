@@ -21,7 +21,7 @@ from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Ints
 from traceloom.trace.arrays import gather_rows
 
-_LABEL = re.compile(r"(?<![a-z])(rank|worker|tp|dp|ep|pp)[ _-]?(\d{1,7})(?![\da-z])", re.IGNORECASE)
+_LABEL = re.compile(r"(?<![a-z])(rank|tp|dp|ep|pp)[ _-]?(\d{1,7})(?![\da-z])", re.IGNORECASE)
 _AROUND = " []()_-:/|,."
 _IS_WORK = np.array([name in vocab.GPU_WORK for name in vocab.CATEGORIES])
 
@@ -46,7 +46,7 @@ def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]
         owner_of = dict(zip(owners, owners, strict=True))
         given = set(owners) == set(range(len(owners)))
         ranks = list(owners) if given else [None] * len(owners)
-    if len(owners) < 2:
+    if len(owners) < 2 or not columns.rows:
         return [(decoded, None)]
     owner_of_place = np.array(
         [owners.index(owner_of[pid]) if owner_of.get(pid) in owners else -1 for pid, _ in pairs]
@@ -130,7 +130,7 @@ def _number_ranks(labels: list[Label]) -> list[int | None]:
     its place in the usual order of groups, in which tensor-parallel ranks are neighbours.
     """
     numbers = [dict(label) for label in labels]
-    for kind in ("rank", "worker", "tp", "dp", "ep", "pp"):
+    for kind in ("rank", "tp", "dp", "ep", "pp"):
         values = [number.get(kind) for number in numbers]
         if None not in values and len(set(values)) == len(values):
             return values

@@ -34,7 +34,6 @@ _SHARED_DEVICE = (
 _WATTS = {"busy": 400, "idle-allocated": 120, "unallocated": 60}
 _FLOPS_PER_MS = 300_000_000_000
 
-_ATTENTION = "[[{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [{0}, 1, 1024, 64], [], [], []]"
 _KERNELS = (
     (
         "embedding_bag_forward_{}",

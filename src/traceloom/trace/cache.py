@@ -234,7 +234,6 @@ def compute_reader_version() -> str:
 
 MAX_ENTRY_BYTES = 1 << 26  # of one document
 MAX_CACHE_BYTES = 10**9  # of all documents
-Stamp = tuple[str, tuple[int, ...]]
 
 
 class DocumentCache:

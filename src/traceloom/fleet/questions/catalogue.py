@@ -50,12 +50,6 @@ _FRACTION_COLUMN = Column("share", "Share", "share of all GPU time that was look
 _RATIO_COLUMN = Column("number", "Ratio", "its time over the median of its peers")
 _Z_COLUMN = Column("number", "z", "robust z of its distance to its peers: 3.5 and more is far")
 _OUTLIER_COLUMN = Column("text", "Outlier", "whether it is far, and slower by 5 % at least")
-_ROOFLINE_COLUMN = Column(
-    "share",
-    "Roofline",
-    "share of the roofline that steps reach, mean over captures",
-    "no capture says it",
-)
 
 _KERNEL_COLUMNS = {
     "kernel": _OF_KERNELS["kernel"],
