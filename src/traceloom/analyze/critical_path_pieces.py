@@ -380,8 +380,10 @@ def build_path_pieces(graph: Graph, window: PathWindow) -> PathPieces:
     end = int(nonempty.end[-1]) if nonempty.end.size else window.low
     if end >= window.high:
         return nonempty
-    # A path that ends before the window does, even before it begins: nothing was recorded after it.
-    last = [end, window.high, -1, -1, False, _get_class_number(UNRECORDED)]
+    # A path that ends before the window does: what the host did until then is in no recorded event.
+    # Where it ends before the window begins, nothing was recorded after it.
+    kind = HOST if end > window.low else UNRECORDED
+    last = [end, window.high, -1, -1, False, _get_class_number(kind)]
     return PathPieces(
         *(
             np.append(getattr(nonempty, name), value)

@@ -423,7 +423,7 @@ def find_edge_causes(trace: Trace) -> pl.DataFrame:
                     np.append(low, np.maximum(low, last)),
                     np.append(np.minimum(high, first), high),
                 )
-                for number, first, last in work.rows()
+                for number, (_, first, last) in enumerate(work.rows())
             ),
             strict=True,
         )
