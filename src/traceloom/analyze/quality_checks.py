@@ -65,9 +65,6 @@ def format_counted(number: int, singular: str, plural: str | None = None) -> str
 
 _MIN_IDS = 500  # operators
 _MAX_SAMPLED_SHARE = 0.05  # of the numbers are in the file: recorded traces have 13 % and more
-MIN_ABSURD_NS = 24 * 3600 * 10**9
-"""A span this long is not a measurement: profiles last seconds, and overflowed counters give days.
-"""
 
 
 def check_missing_ops(trace: Trace) -> QualityCheck | None:
@@ -138,69 +135,6 @@ def check_missing_stacks(trace: Trace) -> QualityCheck | None:
         "annotations go; record with stacks to see them, at some cost"
     )
     return QualityCheck(0 if frames else ops, ops, "info", message, slug="missing-stacks")
-
-
-def check_shortened_events(trace: Trace) -> QualityCheck | None:
-    """Reports events that overran their enclosing event."""
-    host = trace.lanes["lane"].filter(trace.lanes["kind"] == "host")
-    on_host = np.isin(get_event_column(trace, "lane"), host.to_numpy())
-    events = int(on_host.sum())
-    if not events:
-        return None
-    excess_ns = (
-        get_event_column(trace, "start_ns")
-        + get_event_column(trace, "duration_ns")
-        - get_event_column(trace, "nested_end_ns")
-    )
-    lost = excess_ns[on_host & (excess_ns > 0)]
-    message = (
-        f"{format_count(lost.size)} of {format_counted(events, 'host event')} crossed another one and are cut short, by "
-        f"{format_duration(int(lost.sum()))} in all, so that no time counts twice"
-    )
-    return QualityCheck(
-        lost.size, events, choose_severity(lost.size, events, 0.01), message, slug="crossing-spans"
-    )
-
-
-def check_negative_durations(trace: Trace) -> QualityCheck | None:
-    """Reports events that end before they start."""
-    total = trace.events.height
-    affected = int((trace.events["duration_ns"] < 0).sum())
-    message = f"{format_counted(affected, 'event')} with a negative duration, counted as 0 ns: the recording is damaged there"
-    return (
-        QualityCheck(affected, total, "warning", message, slug="negative-duration")
-        if total
-        else None
-    )
-
-
-def check_absurd_durations(trace: Trace) -> QualityCheck | None:
-    """Reports events of a day and more."""
-    total = trace.events.height
-    affected = int((trace.events["duration_ns"] >= MIN_ABSURD_NS).sum())
-    message = (
-        f"{format_counted(affected, 'event')} longer than a day, which is a counter that overflowed: the window of the trace "
-        "and every share of it are wrong"
-    )
-    return (
-        QualityCheck(affected, total, "error", message, slug="absurd-duration") if total else None
-    )
-
-
-def check_unknown_categories(trace: Trace) -> QualityCheck | None:
-    """Reports events of a category that this version does not know."""
-    total = trace.events.height
-    unknown = trace.events["name"].filter(trace.events["category"] == vocab.OTHER)
-    names = ", ".join(sorted(unknown.unique().to_list())[:3])
-    message = (
-        f"{format_counted(unknown.len(), 'event')} of a category unknown to this version of Traceloom (for example {names!r}): "
-        "shown in the timeline, counted nowhere"
-    )
-    return (
-        QualityCheck(unknown.len(), total, "info", message, slug="unknown-category")
-        if total
-        else None
-    )
 
 
 def check_profiler_overhead(trace: Trace) -> QualityCheck | None:
@@ -311,10 +245,6 @@ EVENT_CHECKS: tuple[Callable[[Trace], QualityCheck | None], ...] = (
     check_sampled_operators,
     check_missing_shapes,
     check_missing_stacks,
-    check_shortened_events,
-    check_negative_durations,
-    check_absurd_durations,
-    check_unknown_categories,
     check_profiler_overhead,
     check_collective_details,
     check_ambiguous_backward,

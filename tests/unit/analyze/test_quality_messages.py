@@ -258,33 +258,6 @@ SPEAKING: list[tuple[str, TraceBuilder, int, int, str, str]] = [
         ),
     ),
     (
-        "crossing-spans",
-        TraceBuilder().op("aten::mm", 0, 10).op("aten::add", 8, 4),
-        1,
-        2,
-        "warning",
-        "1 of 2 host events crossed another one and are cut short, by 2.00 µs in all, so that no time counts twice",
-    ),
-    (
-        "negative-duration",
-        sound().op("aten::add", 95, -3),
-        1,
-        21,
-        "warning",
-        "1 event with a negative duration, counted as 0 ns: the recording is damaged there",
-    ),
-    (
-        "absurd-duration",
-        sound().op("aten::add", 0, 86_400e6, thread=7),
-        1,
-        21,
-        "error",
-        (
-            "1 event longer than a day, which is a counter that overflowed: the window of the trace and every share of it are "
-            "wrong"
-        ),
-    ),
-    (
         "collectives-without-details",
         TraceBuilder().op("record_param_comms", 0, 5),
         1,
@@ -421,10 +394,6 @@ SILENT: list[tuple[str, TraceBuilder]] = [
     ("operators-left-out", numbered(500, 19)),  # 500 of 9 482: more than 5 %
     ("missing-shapes", TraceBuilder().op("aten::mm", 0, 5, shapes=[[2]]).op("aten::add", 9, 5)),
     ("missing-stacks", TraceBuilder().op("aten::mm", 0, 5).python("f.py(1): f", 20, 1)),
-    ("crossing-spans", TraceBuilder().op("aten::mm", 0, 10).op("aten::add", 8, 2)),
-    ("crossing-spans", TraceBuilder().op("aten::mm", 0, 10).op("aten::add", 8, 4, thread=2)),
-    ("negative-duration", sound().op("aten::add", 95, 0)),
-    ("absurd-duration", sound().op("aten::add", 0, 86_400e6 - 0.001, thread=7)),
     ("collectives-without-details", collectives((), ("Out msg nelems",))),
     ("ambiguous-backward", nodes(3, 4, 5)),
     ("no-steps", TraceBuilder().step(1, 0, 9)),
