@@ -73,24 +73,25 @@ def merge_ranks(builders: list[TraceBuilder], how: str) -> dict[str, Any]:
     Args:
         builders: Of the ranks, in their order.
         how: `label`: before each process id, as SGLang does; `name`: of processes that are numbered
-            anew; `list`: the lists of events one after the other, as they are.
+            anew; `list`: the lists of events one after the other, as they are; `rank`: each event
+            with its rank as process.
     """
     events: list[dict[str, Any]] = []
     for rank, builder in enumerate(builders):
         own = [json.loads(text) for text in builder.events()]
-        if how == "list":
+        if how in {"list", "rank"}:  # with the profiler's own names of processes
             process = next(event["pid"] for event in own if event["cat"] == "user_annotation")
             for pid, label in ((process, "CPU"), (rank, f"GPU {rank}")):
                 args = {"name": "python", "labels": label}
-                events += [
+                own += [
                     {"ph": "M", "name": name, "pid": pid, "tid": 0, "args": args}
                     for name in ("process_name", "process_labels")
                 ]
         for event in own:
             if how == "label":
                 event["pid"] = f"[TP{rank:02d}-EP00] {event['pid']}"
-            elif how == "name":
-                event["pid"] = rank + 1
+            elif how != "list":
+                event["pid"] = rank + (how == "name")
         if how == "name":
             args = {"name": f"Rank {rank}"}
             own.append({"ph": "M", "name": "process_name", "pid": rank + 1, "tid": 0, "args": args})

@@ -32,7 +32,7 @@ def read(document: dict[str, Any], folder: Path) -> Session:
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("how", ["label", "name", "list"])
+@pytest.mark.parametrize("how", ["label", "name", "list", "rank"])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_rank_is_what_its_own_file_says(seed: int, how: str, tmp_path: Path) -> None:
     job = build_straggler(seed)
@@ -65,9 +65,9 @@ def test_each_rank_is_what_its_own_file_says(seed: int, how: str, tmp_path: Path
         found = analyze.imbalance([analyze.summarize_rank(trace) for trace in merged.traces])
         compute = found.measures.filter(pl.col("measure") == "compute_ns")
         assert compute["max_rank"].to_list() == [job.straggler]
-        assert [trace.meta.process for trace in merged.of_rank(job.straggler).traces] == [
-            job.straggler + 1 if how == "name" else 4000 + job.straggler
-        ]
+        (slow,) = merged.of_rank(job.straggler).traces
+        expected = {"name": job.straggler + 1, "label": 4000 + job.straggler}
+        assert slow.meta.process == expected.get(how, job.straggler or None)
 
 
 def test_a_rank_can_be_chosen_and_the_straggler_is_named(tmp_path: Path) -> None:
