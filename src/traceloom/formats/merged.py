@@ -44,8 +44,7 @@ def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]
     if len(owners) < 2:  # no labels: by the processes that the profiler itself called the CPU's
         owners = [pid for pid in owner_of if "CPU" in columns.process_texts.get(pid, ())]
         owner_of = dict(zip(owners, owners, strict=True))
-        given = set(owners) == set(range(len(owners)))
-        ranks = list(owners) if given else [None] * len(owners)
+        ranks = owners if set(owners) == set(range(len(owners))) else [None] * len(owners)
     if len(owners) < 2 or not columns.rows:
         return [(decoded, None)]
     owner_of_place = np.array(
@@ -79,30 +78,22 @@ def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]
         }
         new_row = np.cumsum(owner == number, dtype=np.uint32) - 1
         for table, values in tables.items():
-            if "row" in values:
-                whose = owner[values["row"]]
-            elif table == "spans":
-                whose = owner
-            else:
-                whose = gather_rows(owner_of_place, values["place"])
-                whose = whose if table == "flows" else np.maximum(whose, 0)
-            chosen = {name: column[whose == number] for name, column in values.items()}
-            for name, new in (("place", new_place), ("row", new_row)):
-                if name in chosen:
-                    chosen[name] = new[chosen[name]]
-            part.tables[table] = {name: [column] for name, column in chosen.items()}
-            if "row" not in values:
-                part.entries += int((whose == number).sum())
+            if "row" in values or table == "spans":
+                mine = (owner[values["row"]] if "row" in values else owner) == number
+            else:  # what is of no process, such as an instant of the file, goes to the first rank
+                at_place = gather_rows(owner_of_place, values["place"])
+                mine = (at_place if table == "flows" else np.maximum(at_place, 0)) == number
+            new = {"place": new_place, "row": new_row}
+            part.tables[table] = {
+                name: [new[name][column[mine]] if name in new else column[mine]]
+                for name, column in values.items()
+            }
+            part.entries += 0 if "row" in values else int(mine.sum())
         part.rows = int((owner == number).sum())
-        info = {**get_distributed_info(decoded.metadata), "rank": rank}
-        content = structs.replace(
-            decoded,
-            columns=part,
-            damage=damage,
-            metadata={**decoded.metadata, "distributedInfo": info},
-            size=decoded.size * part.rows // max(len(owner), 1),
-        )
-        found.append((content, rank))
+        info = {"distributedInfo": {**get_distributed_info(decoded.metadata), "rank": rank}}
+        size = decoded.size * part.rows // max(len(owner), 1)
+        content = {"columns": part, "damage": damage, "metadata": {**decoded.metadata, **info}}
+        found.append((structs.replace(decoded, **content, size=size), rank))
     return found
 
 
