@@ -163,7 +163,7 @@ def _select_allocated_blocks(snapshot: MemorySnapshot) -> pl.DataFrame:
 
 def _build_trace(snapshot: MemorySnapshot, history: pl.DataFrame, rank: int | None) -> Trace:
     """Returns a trace that holds the allocations and the time they span, and nothing else."""
-    frames = {name: build_empty_frame(name) for name in SCHEMAS}
+    frames: dict[str, Any] = {name: build_empty_frame(name) for name in SCHEMAS}
     if history.height:
         first, last = int(history["time_ns"][0]), int(history["time_ns"][-1])
         span: dict[str, object] = dict.fromkeys(SCHEMAS["events"])
