@@ -38,6 +38,7 @@ BLOCKING_CALL_PATTERN = (
 )
 # Longer than a thread is occasionally descheduled.
 _MIN_SETUP_NS = 5_000_000
+_MIN_FREES = 8  # calls of cudaFree: fewer may all be of libraries that are set up
 _MAX_GPU_BUSY_SHARE = 0.1  # of a call at most: no device had anything to do
 # The calls of PyTorch's allocator before it frees
 _CALLS_BEFORE_FREE_PATTERN = "Malloc|Event|Synchronize|LastError|MemGetInfo"
@@ -89,22 +90,26 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
     The first call that needs it does it, whatever its name: it takes 5 ms and more though no device
     has anything to do. Calls that wait by name are excluded, except the `cudaFree` of an operator
     that neither allocated memory nor queried events right before: the allocator frees only after
-    such calls, while libraries call it to set up the device.
+    such calls, while libraries call it to set up the device. Set-up happens once: a call that most
+    steps make in the same operator is none, nor is `cudaFree` where it is about as frequent as
+    `cudaMalloc`, as without PyTorch's allocator.
     """
     is_setup = np.zeros(trace.events.height, dtype=np.bool_)
     gpu_work = select_gpu_work(trace)
     name, is_free = pl.col("name"), pl.col("name").str.contains("^(cuda|hip)Free$")
     # Several may be freed
     previous_call = pl.when(~is_free).then(name).shift(1).forward_fill().over("lane").fill_null("")
+    malloc_count = name.str.contains("^(cuda|hip)Malloc$").sum()
     setup_frees = (
         is_free
+        & (2 * is_free.sum() < malloc_count.clip(_MIN_FREES))
         & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN)
         & pl.col("op").is_not_null()
     )
     calls = (
         trace.events.lazy()
         .filter(pl.col("category").is_in(LAUNCHES))
-        .select("event", "lane", "op", "start_ns", "duration_ns", name.cast(pl.String))
+        .select("event", "lane", "op", "step", "start_ns", "duration_ns", name.cast(pl.String))
         .sort("lane", "start_ns")
         .filter(
             ~name.str.contains(BLOCKING_CALL_PATTERN)
@@ -113,6 +118,10 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
         )
         .filter(name.str.contains("^(cuda|cu|hip)[A-Z]"), pl.col("duration_ns") >= _MIN_SETUP_NS)
         .collect()
+    )
+    around = trace.events["name"].gather(calls["op"]).alias("around")
+    calls = calls.with_columns(around).filter(
+        pl.col("step").n_unique().over("name", "around") <= max(trace.steps.height // 2, 2)
     )
     if not gpu_work.height or not calls.height:
         return is_setup

@@ -309,7 +309,7 @@ CONCURRENCY = build_schema("step threads ns")
 CURVE = build_schema("start_ns active")
 CURVE_BUCKETS = 200  # of the window, for the curve
 
-_LOADER_FRAME = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py|^enumerate\(DataLoader\)#"
+_LOADER_FRAME = r"(^|/)torch/utils/data/(_utils/(worker|fetch|collate)|dataloader)\.py"
 _PIN_MEMORY_FRAME = r"(^|/)torch/utils/data/_utils/pin_memory\.py"
 _COMPILER_FRAME = r"(^|/)torch/(_inductor|_dynamo|_functorch)/|\(dynamo_timed\)$|^(dynamo|inductor_compile|entire_\w+_compile)$"
 _COMMUNICATION_EVENT = (

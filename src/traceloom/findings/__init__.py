@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from traceloom.analyze.roofline import PeakSpec
 from traceloom.errors import InputError, UsageError
 from traceloom.findings import (
     communication,
@@ -53,7 +54,7 @@ def findings(session: Session) -> Ranked:
     return rank(Context.of(session), RULES)
 
 
-def find_linkable(session: Session) -> tuple[Context, Ranked] | str:
+def find_linkable(session: Session, peak: PeakSpec = None) -> tuple[Context, Ranked] | str:
     """Returns what findings are of, and these; or why the run has none: it is too large to be
     linked, or its traces cannot form one graph.
     """
@@ -66,7 +67,7 @@ def find_linkable(session: Session) -> tuple[Context, Ranked] | str:
             f"about {step_events:,} events would have to be linked, more than {MAX_STEP_EVENTS:,}; choose ranks with "
             "--rank"
         )
-    context = Context.of(session)
+    context = Context.of(session, peak)
     try:
         return context, rank(context, RULES)
     except (InputError, UsageError) as error:  # two windows of a rank, ranks unknown

@@ -285,7 +285,7 @@ def find_small_collectives(context: Context) -> Iterator[Message]:
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         mask[messages["node"].to_numpy()] = True
         yield Candidate(
-            title=f"{units.format_count(messages.height)} calls of {kind} send less than {units.format_size(_MAX_SMALL_BYTES)} each"
+            title=f"{context.many(int(context.own(mask).sum()))} calls of {kind} send less than {units.format_size(_MAX_SMALL_BYTES)} each"
             f"{context.rank_sum_suffix}",
             changes=(
                 Change(
@@ -313,7 +313,7 @@ def find_uneven_exchanges(context: Context) -> Iterator[Message]:
         return
     mask = change.selection.nodes(context.graph)
     yield Candidate(
-        title=f"{units.format_count(int(mask.sum()))} all_to_alls are uneven{context.rank_sum_suffix}: one part is "
+        title=f"{context.many(int(context.own(mask).sum()))} all_to_alls are uneven{context.rank_sum_suffix}: one part is "
         f"{1 / change.factor:.1f} × the mean",
         changes=(change,),
         confidence=0.4,

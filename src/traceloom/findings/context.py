@@ -23,9 +23,11 @@ from traceloom.analyze.host_events import HOST_INTERVALS_SCHEMA
 from traceloom.analyze.idle import idle
 from traceloom.analyze.memory_answers import Allocations, explain_allocations
 from traceloom.analyze.quality_checks import check_sampled_operators
+from traceloom.analyze.roofline import PeakSpec
 from traceloom.analyze.steps import has_request_steps
 from traceloom.changes.changes import Change, select_event_nodes
 from traceloom.changes.scenario import Scenario, find_exposed_time
+from traceloom.findings.vendors import find_vendor
 from traceloom.graph import Plan, graph as graph_schema, link_session
 from traceloom.graph.graph import Graph, get_point_times
 from traceloom.graph.law import Law, law
@@ -102,6 +104,7 @@ class Context:
         session: The run.
         steps: Their consecutive numbers; None where there are no steps: then the whole window is
             analysed.
+        peak: Peaks to compare with instead of those of the devices' names.
         caches_graph: Whether the graph is cached for others.
     """
 
@@ -110,13 +113,14 @@ class Context:
     _analysis_cache: dict[tuple[int, Callable[..., Any]], Any] = field(
         default_factory=dict, repr=False
     )
+    peak: PeakSpec = field(default=None, kw_only=True)
     caches_graph: bool = field(default=True, kw_only=True)
 
     @classmethod
-    def of(cls, session: Session) -> Context:
+    def of(cls, session: Session, peak: PeakSpec = None) -> Context:
         """Returns the step of median length, or the whole window where there are no steps."""
         step = find_median_step(session.traces)
-        return cls(session, None if step is None else (step,))
+        return cls(session, None if step is None else (step,), peak=peak)
 
     def around(self, max_count: int) -> tuple[int, ...]:
         """Returns at most `max_count` whole consecutive steps, with the analysed ones in the
@@ -137,7 +141,9 @@ class Context:
         """Returns a context of other steps of the same session; analyses of whole traces are
         shared.
         """
-        other = Context(self.session, steps, self._analysis_cache, caches_graph=False)
+        other = Context(
+            self.session, steps, self._analysis_cache, peak=self.peak, caches_graph=False
+        )
         other.__dict__.update(rank_comparison=self.rank_comparison, host_ratio=self.host_ratio)
         return other
 
@@ -169,6 +175,11 @@ class Context:
         if self.apart:
             return int(self.compute_step_lengths(times).sum())
         return int(np.ptp(times)) if times.size else 0
+
+    @property
+    def ranks_ns(self) -> int:
+        """The length of the graph once for each rank: what sums over ranks are a part of."""
+        return self.whole_ns * max(self.rank_count, 1)
 
     @cached_property
     def apart(self) -> bool:
@@ -305,6 +316,11 @@ class Context:
         return other_steps if other_steps.any() else None
 
     @cached_property
+    def vendor(self) -> str:
+        """Whose devices they are."""
+        return find_vendor(self.traces)
+
+    @cached_property
     def host_ratio(self) -> float | None:
         """Recorded step / unrecorded step, where that was measured."""
         return self.session.recording_overhead_ratio
@@ -365,7 +381,7 @@ class Context:
                 low = (
                     thread_nodes["start_ns"].to_numpy()
                     + self.graph.epoch_ns
-                    - self._rank_clock_offsets.get(rank, 0)
+                    - self.rank_clock_offsets.get(rank, 0)
                 )
                 node_rows = thread_nodes["at"].to_numpy()
                 min_ns[node_rows], max_ns[node_rows] = samples.bound_cpu_time(
@@ -618,7 +634,7 @@ class Context:
             start = (
                 int(row["start_ns"])
                 + self.graph.epoch_ns
-                - self._rank_clock_offsets.get(row["rank"], 0)
+                - self.rank_clock_offsets.get(row["rank"], 0)
             )
             lane: int | None = None
             if (
@@ -668,7 +684,7 @@ class Context:
         """
         threads = {
             (rank, process, thread): lane
-            for rank in self._rank_clock_offsets
+            for rank in self.rank_clock_offsets
             if (trace := self.find_trace(rank)) is not None
             for lane, kind, process, thread in trace.lanes[
                 ["lane", "kind", "process", "thread"]
@@ -676,13 +692,14 @@ class Context:
             if kind == "host"
         }
         keys = self.graph.lanes[["rank", "process", "thread"]].rows()
-        shifts = [self.graph.epoch_ns - self._rank_clock_offsets.get(rank, 0) for rank, *_ in keys]
+        shifts = [self.graph.epoch_ns - self.rank_clock_offsets.get(rank, 0) for rank, *_ in keys]
         return np.array([threads.get(key, -1) for key in keys], dtype=np.int64), np.array(
             shifts, dtype=np.int64
         )
 
     @cached_property
-    def _rank_clock_offsets(self) -> dict[int | None, int]:
+    def rank_clock_offsets(self) -> dict[int | None, int]:
+        """What is added to times of each rank's trace in the graph, ns."""
         rows = self.graph.ranks.select("rank", pl.col("clock_offset_ns").fill_null(0)).rows()
         return dict(rows)
 

@@ -66,7 +66,7 @@ def find_launch_bound(context: Context) -> Iterator[Message]:
         return
     late = _select_late_gaps(context)
     idle = int(late["duration_ns"].sum())
-    if idle < _MIN_GAP_SHARE * context.whole_ns:
+    if idle < _MIN_GAP_SHARE * context.ranks_ns:
         return
     also = context.gaps.filter(pl.col("cause").is_in(list(_LAUNCH_COST_CAUSES)))
     rank_idle_ns = np.zeros(len(context.traces), dtype=np.int64)
@@ -253,7 +253,7 @@ def find_python_bound(context: Context) -> Iterator[Message]:
         context.work_ns(
             loops & ~context.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
         )
-        >= _MIN_GAP_SHARE * context.whole_ns
+        >= _MIN_GAP_SHARE * context.ranks_ns
     ):
         host = loops & context.select_kinds(
             graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH
@@ -276,7 +276,7 @@ def find_python_bound(context: Context) -> Iterator[Message]:
     if not short.any():
         return
     time = context.work_ns(short)
-    if time < _MIN_PYTHON_SHARE * context.whole_ns * max(context.rank_count, 1):
+    if time < _MIN_PYTHON_SHARE * context.ranks_ns:
         # As much lies between the operators of any step, most of it the cost of recording them
         return
     slower = "; recording stacks makes it look longer than it is" if context.stacks else ""
@@ -374,7 +374,7 @@ def find_host_copies(context: Context) -> Iterator[Message]:
         & (nodes["work_ns"].to_numpy() <= _MAX_SHORT_NS)
     )
     time = context.work_ns(mask & context.select_kinds(*_HOST_KINDS))
-    if not count or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
+    if not count or time < _MIN_SHARE * context.ranks_ns:
         return
     sums = name_times.group_by("name").agg(pl.col("duration_ns").sum())
     sums = sums.sort("duration_ns", "name", descending=[True, False])
@@ -458,7 +458,7 @@ def find_tiny_operators(context: Context) -> Iterator[Message]:
             calls += row["calls"]
     work = nodes["work_ns"].to_numpy()
     time = int(work[mask].sum())
-    if time < _MIN_TINY_SHARE * context.whole_ns * max(context.rank_count, 1):
+    if time < _MIN_TINY_SHARE * context.ranks_ns:
         return
     remains = float((work[mask] * remaining_share[mask]).sum() / max(time, 1))
     yield Candidate(

@@ -216,6 +216,13 @@ _ADVICE = {
     "module-loading": "Warm up before the part that is measured or served, or load at the start: "
     "CUDA_MODULE_LOADING=EAGER.",
 }
+_NO_CACHING = (
+    "The caching allocator is off: unset PYTORCH_NO_CUDA_MEMORY_CACHING, or whatever turns it off; it keeps memory "
+    "that is free for the next tensor."
+)
+_MIN_ALLOCATIONS = 8  # calls in a step: from here on there may be no caching allocator
+_MIN_ALLOCATED_SHARE = 0.25  # calls that allocate for each launch
+_MIN_FREED_SHARE = 0.5  # calls that free for each of these
 _TITLES = {
     "blocking-item": "values are read on the host",
     "blocking-sync": "synchronisation in the step",
@@ -242,6 +249,8 @@ class _WaitingSite:
     nodes: Bools
     blocked_ns: int = 0
     pageable: int = 0
+    calls: int = 0
+    frees: int = 0
     evidence: list[Evidence] = field(default_factory=list)
 
 
@@ -260,35 +269,54 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
             if row["frame"]
             else get_outermost_operator(row["op"] or row["call"])
         )
+        label = row["call"] if row["call"] == location else f"{row['call']} at {location}"
+        place = "" if slug == "device-allocation" else location  # one cause, wherever it shows
         # An op's copy and the synchronisation behind it wait for the same work: removing only one
         # saves nothing.
         no_nodes = np.zeros(context.graph.nodes.height, dtype=np.bool_)
         site = waiting.setdefault(
-            (row["kind"], location), _WaitingSite(row["kind"], row["call"], location, no_nodes)
+            (row["kind"], place), _WaitingSite(row["kind"], row["call"], location, no_nodes)
         )
+        site.calls += site_calls.height
+        site.frees += site_calls.height if "Free" in row["call"] else 0
         site.nodes |= context.node_mask(trace, site_calls["event"])
         site.blocked_ns += int(site_calls["blocked_ns"].sum())
         site.pageable += row["pageable_count"]
         site.evidence += [
-            Evidence(row["call"], trace.rank, start_ns, blocked_ns, row["lane"])
+            Evidence(label, trace.rank, start_ns, blocked_ns, row["lane"])
             for start_ns, blocked_ns in site_calls[["start_ns", "blocked_ns"]].head(3).iter_rows()
         ]
     for site in waiting.values():
         if not site.nodes.any():
             continue
         label = f"{site.call} at {site.where}" if site.where != site.call else site.call
+        if slug == "device-allocation":
+            label = "calls that take or give back memory of the device"
         selection = NodeSelection(label, site.nodes, "syncs")
         pageable = (
             " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
         )
         site_note = f", at {site.where}" if site.where != site.call else f" ({site.call})"
+        allocations = site.calls - site.frees
+        launch_count = int(context.own(context.select_kinds(graph_schema.LAUNCH)).sum())
+        uncached = (
+            allocations >= _MIN_ALLOCATIONS * context.step_count * max(context.rank_count, 1)
+            and site.frees >= _MIN_FREED_SHARE * allocations
+            and allocations >= _MIN_ALLOCATED_SHARE * launch_count
+        )
+        if slug == "device-allocation":
+            share = site.blocked_ns / max(context.ranks_ns, 1)
+            site_note = f" ({units.format_share(share, 1)}), in {context.many(site.calls, 'call')}"
+            site_note += (
+                ": the caching allocator is off" if uncached else f", first at {site.where}"
+            )
         removal = (Change("remove", selection),) if slug in _REMOVABLE_CALLS else ()
         yield Candidate(
-            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {units.format_duration(site.blocked_ns)}"
+            title=f"{_KINDS[site.kind][1]}{pageable} holds the host {context.format_time_per_step(site.blocked_ns)}"
             f"{context.rank_sum_suffix}{site_note}",
             changes=(Change("drop", selection), *removal),
             confidence=0.4 if slug in _REMOVABLE_CALLS and context.steps is None else 0.7,
-            advice=_ADVICE[slug],
+            advice=_NO_CACHING if uncached and slug == "device-allocation" else _ADVICE[slug],
             evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )
 

@@ -41,17 +41,19 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
     nodes = context.graph.nodes
     # Frames and annotations that the graph only has as time of other nodes.
     pauses = context.gaps.filter(pl.col("cause") == "host_garbage_collection")
-    for trace, gaps in context.split_by_trace(pauses):
-        if mask.any():
-            break
-        # Host nodes that hold such a pause of the device.
-        start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
-        end = start + nodes["duration_ns"].to_numpy()
-        for gap_start_ns, gap_ns in gaps.select("start_ns", "duration_ns").iter_rows():
-            mask |= (start <= gap_start_ns) & (end >= gap_start_ns + gap_ns)
-        if len(context.traces) > 1:
-            mask &= nodes["rank"].eq_missing(pl.Series([trace.rank], dtype=pl.Int32)[0]).to_numpy()
-        mask &= context.select_kinds(graph_schema.HOST, graph_schema.THINK)
+    on_host = context.select_kinds(graph_schema.HOST, graph_schema.THINK)
+    start = nodes["start_ns"].to_numpy() + context.graph.epoch_ns
+    end = start + nodes["duration_ns"].to_numpy()
+    for trace, gaps in context.split_by_trace(pauses if not mask.any() else pauses.clear()):
+        # Host nodes of the rank that hold such a pause of the device.
+        is_rank = (
+            nodes["rank"].eq_missing(pl.Series([trace.rank], dtype=pl.Int32)[0]).to_numpy()
+            if len(context.traces) > 1
+            else True
+        )
+        shifted = pl.col("start_ns") + context.rank_clock_offsets.get(trace.rank, 0)
+        for gap_start_ns, gap_ns in gaps.select(shifted, "duration_ns").iter_rows():
+            mask |= on_host & is_rank & (start <= gap_start_ns) & (end >= gap_start_ns + gap_ns)
     if not mask.any():
         yield from _report_unrecorded_host(context, "garbage-collection")
         return

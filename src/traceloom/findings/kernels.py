@@ -20,6 +20,7 @@ from traceloom.analyze.roofline import select_modelled_work
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.vendors import CUDA
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as vocab
@@ -83,7 +84,10 @@ def _collect_modelled_work(context: Context) -> pl.DataFrame:
     """
     parts = []
     for trace in context.traces:
-        rows, events = select_modelled_work(trace).drop_nulls("roofline_ns"), trace.events
+        rows, events = (
+            select_modelled_work(trace, context.peak).drop_nulls("roofline_ns"),
+            trace.events,
+        )
         rank = pl.Series("rank", [trace.rank], dtype=pl.Int32).new_from_index(0, rows.height)
         name, ns = (
             events["name"][rows["op"]].alias("op_name"),
@@ -130,7 +134,7 @@ def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
     if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
         return
-    if context.work_ns(unaligned) < _MIN_SHARE * context.whole_ns:
+    if context.work_ns(unaligned) < _MIN_SHARE * context.ranks_ns:
         return
     reached = _compute_roofline_share(context, unaligned)
     time = context.work_ns(context.own(unaligned))
@@ -156,7 +160,7 @@ def find_unused_matrix_units(context: Context) -> Iterator[Message]:
         yield Abstention("matrix-units-unused", "no GPU work was recorded")
         return
     _, unused, _ = context.ask(context, _find_slow_matmuls)
-    if context.work_ns(unused) < _MIN_SHARE * context.whole_ns:
+    if context.work_ns(unused) < _MIN_SHARE * context.ranks_ns:
         return
     abilities = [
         float(capability)
@@ -164,7 +168,7 @@ def find_unused_matrix_units(context: Context) -> Iterator[Message]:
         for capability in trace.devices["compute_capability"].drop_nulls().to_list()
     ]
     time = context.work_ns(context.own(unused))
-    tf32 = bool(abilities) and max(abilities) >= _MIN_TF32_CAPABILITY
+    tf32 = context.vendor == CUDA and max(abilities, default=0.0) >= _MIN_TF32_CAPABILITY
     yield Candidate(
         title=f"{context.format_time_per_step(time)} of matrix products use no tensor cores"
         + (": TF32 is off" if tf32 else "")
@@ -205,8 +209,8 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
         reached = _compute_roofline_share(context, mask) if mask.any() else None
         if reached is None or reached >= _LOW_ROOFLINE_SHARE:
             continue
-        first_rank_work = op_work.filter(pl.col("rank").eq_missing(op_work["rank"][0]))
-        bound = first_rank_work["bound"].drop_nulls().cast(pl.String).mode()[0]
+        bounds = op_work.group_by(pl.col("bound").cast(pl.String)).agg(pl.col("ns").sum())
+        bound = bounds.drop_nulls().sort("ns", "bound", descending=[True, False])["bound"][0]
         limit = "memory's bandwidth" if bound == "memory" else "its arithmetic"
         hint = next(
             (text for pattern, text in _HINTS.items() if re.search(pattern, name)), _DEFAULT_HINT
@@ -460,7 +464,7 @@ def find_unfused_norms(context: Context) -> Iterator[Message]:
         graph_schema.LAUNCH,
     )
     yield Candidate(
-        title=f"{units.format_count(count)} normalisations are made of {context.many(int(in_steps.sum()))} kernels "
+        title=f"{context.many(count)} normalisations are made of {context.many(int(in_steps.sum()))} kernels "
         f"({context.format_time_per_step(context.work_ns(in_steps))}{context.rank_sum_suffix})",
         changes=(
             Change(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -22,6 +23,7 @@ from traceloom.changes.whatif import evaluations
 from traceloom.errors import DOCUMENTATION
 from traceloom.findings.context import Context
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Remark, add_frames
+from traceloom.findings.vendors import translate
 from traceloom.graph import Plan
 from traceloom.graph.graph import get_point_times
 from traceloom.trace.notice import Abstention, Alternative, Finding
@@ -83,37 +85,15 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
         for outcome in rule.find(context):
             if isinstance(outcome, Abstention):
                 abstained.append(outcome)
-            elif isinstance(outcome, MemoryCandidate):
-                memory.append(
-                    Finding(
-                        slug=rule.slug,
-                        title=outcome.title,
-                        severity="high" if outcome.severe else "medium" if outcome.risk else "low",
-                        confidence=outcome.confidence,
-                        advice=outcome.advice,
-                        saving_bytes=outcome.saving_bytes,
-                        risk=outcome.risk,
-                        evidence=outcome.evidence,
-                        learn_more=f"{DOCUMENTATION}/findings/{rule.slug}/",
-                    )
-                )
-            elif isinstance(outcome, Remark):
-                remarks.append(
-                    Finding(
-                        slug=rule.slug,
-                        title=outcome.title,
-                        severity="low",
-                        confidence=outcome.confidence,
-                        advice=outcome.advice,
-                        saving_ns=0,
-                        saving_fraction=0.0,
-                        alone_ns=0,
-                        evidence=outcome.evidence,
-                        learn_more=f"{DOCUMENTATION}/findings/{rule.slug}/",
-                    )
-                )
-            else:
+            elif isinstance(outcome, Candidate):
                 time.append((rule, outcome))
+            elif isinstance(outcome, MemoryCandidate):
+                severity = "high" if outcome.severe else "medium" if outcome.risk else "low"
+                sizes = {"saving_bytes": outcome.saving_bytes, "risk": outcome.risk}
+                memory.append(_describe(rule.slug, outcome, context, severity=severity, **sizes))
+            else:
+                nothing = {"saving_ns": 0, "saving_fraction": 0.0, "alone_ns": 0}
+                remarks.append(_describe(rule.slug, outcome, context, severity="low", **nothing))
     ranked, limit = (
         _rank_greedily(context, _collect_by_key(time), rules, steps)
         if context.whole_ns
@@ -137,6 +117,20 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
         key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0))
     )
     return Ranked((*findings, *remarks), tuple(memory), tuple(abstained), limit)
+
+
+def _describe(
+    slug: str, message: Candidate | MemoryCandidate | Remark, context: Context, **figures: Any
+) -> Finding:
+    """Builds a finding from the words of a rule, for the vendor of the devices."""
+    return Finding(
+        slug=slug,
+        title=translate(message.title, context.vendor),
+        advice=translate(message.advice, context.vendor),
+        evidence=message.evidence,
+        learn_more=f"{DOCUMENTATION}/findings/{slug}/",
+        **({"confidence": message.confidence} | figures),
+    )
 
 
 def _rank_greedily(
@@ -193,7 +187,7 @@ def _rank_greedily(
             alternatives = tuple(
                 Alternative(
                     key[0],
-                    (typical.get(key) or steps.candidates[key]).title,
+                    translate((typical.get(key) or steps.candidates[key]).title, context.vendor),
                     steps.unrecorded_ns(key, compute_median_floor(first_saved[key])),
                 )
                 for key in same
@@ -305,9 +299,10 @@ def _build_finding(
         max_saving_ns = min(max_saving_ns, in_usual.at_most_ns // context.step_count)
     saving = min(compute_median_floor(on_top), remaining_ns, max_saving_ns)
     fraction = saving / context.step_ns
-    return Finding(
-        slug=key[0],
-        title=candidate.title,
+    return _describe(
+        key[0],
+        candidate,
+        context,
         severity="high"
         if fraction >= HIGH_SHARE
         else "medium"
@@ -315,15 +310,12 @@ def _build_finding(
         else "low",
         confidence=candidate.confidence
         * (1.0 if context.law.holds and context.law.points_hold else 0.5),
-        advice=candidate.advice,
         saving_ns=saving,
         saving_fraction=fraction,
         alone_ns=min(compute_median_floor(first), max_saving_ns),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
         saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
         step_count=steps.count,
-        evidence=candidate.evidence,
-        learn_more=f"{DOCUMENTATION}/findings/{key[0]}/",
         change="; ".join(str(change) for change in candidate.changes),
     )
 

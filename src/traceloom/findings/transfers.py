@@ -91,7 +91,7 @@ def find_device_copies(context: Context) -> Iterator[Message]:
         op_times[shorten_name(name)] = op_times.get(shorten_name(name), 0) + duration_ns
     mask &= context.select_kinds(graph_schema.COPY)
     time = context.work_ns(mask)
-    if not mask.any() or time < _MIN_SHARE * context.whole_ns * max(context.rank_count, 1):
+    if not mask.any() or time < _MIN_SHARE * context.ranks_ns:
         return
     top_operator = max(op_times, key=lambda name: op_times[name])
     in_steps = context.own(mask)
@@ -111,7 +111,7 @@ def find_exposed_copies(context: Context) -> Iterator[Message]:
     mask = context.select_nodes_of_stacked_events(
         _select_host_device_copies(context)
     ) & context.select_kinds(graph_schema.COPY)
-    if context.compute_exposed_ns(mask) < _MIN_SHARE * context.whole_ns:
+    if context.compute_exposed_ns(mask) < _MIN_SHARE * context.ranks_ns:
         return
     in_steps = context.own(mask)
     exposed_ns = context.compute_exposed_ns(in_steps)

@@ -47,6 +47,7 @@ from traceloom.formats.links import (
     external_ids_repeat_correlations,
     find_launches,
     find_ops,
+    find_uncorrelated_launches,
 )
 from traceloom.formats.merged import split_ranks
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
@@ -362,6 +363,7 @@ _RECORDER_THREAD = re.compile(
     r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$"
 )
 _MIN_OVERRUN = 10  # pieces of work that no stream can have run while an earlier one went on
+_SUBMITTING = re.compile(r"(?i)launch|memcpy|memset|copy|fill")  # calls that submit GPU work
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
 _IS_WORK, _IS_LAUNCH = (
@@ -554,18 +556,19 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         if number != NULL
     }
     steps, step_notices = find_steps(events, lane_table, file_events.texts.names, capture, path)
-    events = _link_events(file_events, events, nesting, steps)
-    del device, stream, lanes, on_device, values, missing
     # Frames that many callers do not need are deferred; each retains only its own inputs.
     texts, thread_index, base_ns = file_events.texts, file_events.places, file_events.base_ns
+    flows = file_events.side("flows")
+    flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
+    arrows = DeferredFrame(build_flow_frame, flows, texts, events, file_events.place)
+    events = _link_events(file_events, events, nesting, steps, arrows)
+    del device, stream, lanes, on_device, values, missing
     tensors = DeferredFrame(build_tensor_frame, file_events.side("tensors"), texts)
     described = file_events.side("collectives")
     ranks = described["rank"]
     collectives = build_collective_frame(described, texts, events, tensors)
     collectives, capture_notices = add_capture_details(collectives, events, capture)
     allocations = file_events.side("allocations")
-    flows = file_events.side("flows")
-    flows["start"] = np.where(flows["start"] == NULL, NULL, flows["start"] + base_ns)
     offset, length = (
         columns.take("spans", "offset", np.int64),
         columns.take("spans", "length", np.int32),
@@ -579,7 +582,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         "copies": DeferredFrame(build_copy_frame, file_events.side("copies"), texts, events),
         "kernels": DeferredFrame(build_kernel_frame, file_events.side("kernels")),
         "syncs": DeferredFrame(build_sync_frame, file_events.side("syncs"), texts, events),
-        "flows": DeferredFrame(build_flow_frame, flows, texts, events, file_events.place),
+        "flows": arrows,
         "python": DeferredFrame(build_python_frame, file_events.side("frames")),
         "allocations": DeferredFrame(
             build_allocation_frame,
@@ -687,7 +690,11 @@ def _build_events(
 
 
 def _link_events(
-    file_events: _FileEvents, events: pl.DataFrame, nesting: Nesting, steps: pl.DataFrame
+    file_events: _FileEvents,
+    events: pl.DataFrame,
+    nesting: Nesting,
+    steps: pl.DataFrame,
+    flows: DeferredFrame,
 ) -> pl.DataFrame:
     """Returns the `events` frame with `op`, `launch` and `step`."""
     is_launch, is_work = (
@@ -696,6 +703,17 @@ def _link_events(
     )
     is_op = file_events.category == _OP
     launch = find_launches(file_events.correlation, is_launch, is_work)
+    unlinked = np.flatnonzero(is_work & (launch < 0) & (file_events.correlation == NULL))
+    if unlinked.size:
+        names = file_events.texts.names
+        submits = np.array([_SUBMITTING.search(name) is not None for name in names])
+        launch[unlinked] = find_uncorrelated_launches(
+            unlinked,
+            file_events.external,
+            is_launch,
+            gather_rows(submits, file_events.name),
+            flows.frame(),
+        )
     op = find_ops(
         find_nearest_ancestor(nesting.parent, is_op),
         launch,

@@ -77,6 +77,35 @@ def find_launches(correlation: Ints, is_launch: Bools, is_work: Bools) -> Ints:
     return out
 
 
+def find_uncorrelated_launches(
+    work: Ints, external: Ints, is_launch: Bools, submits: Bools, flows: pl.DataFrame
+) -> Ints:
+    """Returns the runtime or driver row of GPU work that was written without correlations; -1 for
+    none.
+
+    The call from which an arrow points to the work is its launch. Else calls that submit something
+    have its external id: a number of the launch alone, or one of the operator, whose calls and work
+    are then in the same order.
+    """
+    arrows = flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
+    source = arrows["source"].to_numpy().astype(np.int64)
+    from_call = is_launch[source]
+    launch = find_first_rows(arrows["target"].to_numpy()[from_call], source[from_call], work)
+    numbered = [
+        pl.DataFrame({"row": rows, "external": external[rows]})
+        .filter(pl.col("external") != NULL)
+        .with_columns(nth=pl.int_range(pl.len()).over("external"))
+        .sort("nth")
+        for rows in (work[launch < 0], np.flatnonzero(is_launch & submits))
+    ]
+    pairs = numbered[0].join_asof(
+        numbered[1], on="nth", by="external", suffix="_of_call", check_sortedness=False
+    )
+    found = pairs.drop_nulls("row_of_call")
+    launch[np.searchsorted(work, found["row"].to_numpy())] = found["row_of_call"].to_numpy()
+    return launch
+
+
 def find_ops(  # noqa: PLR0917  (columns of events)
     parent_op: Ints, launch: Ints, is_launch: Bools, is_op: Bools, is_work: Bools, external: Ints
 ) -> Ints:

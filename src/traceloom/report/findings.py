@@ -66,6 +66,7 @@ def start_findings(
             "capture": session.capture,
             "notices": [asdict(notice) for notice in session.notices],
             "only": options.only,
+            "peak": options.peak,
             "epoch_ns": epoch_ns,
         }
         try:
@@ -105,7 +106,7 @@ def main() -> None:
         traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"])
     )
     absent = UnknownValues(job["epoch_ns"])
-    rows, basis = build_findings(session, ReportOptions(only=job["only"]), absent)
+    rows, basis = build_findings(session, ReportOptions(only=job["only"], peak=job["peak"]), absent)
     sys.stdout.buffer.write(
         encode_json({"findings": rows, "ground": basis, "absent": absent.to_list()})
     )
@@ -119,7 +120,7 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         return _skip_findings(NOT_REQUESTED_REASON, absent)
     from traceloom.findings import find_linkable  # loaded when needed
 
-    found = find_linkable(session)
+    found = find_linkable(session, options.peak)
     if isinstance(found, str):
         return _skip_findings(found, absent)
     context, ranked = found

@@ -154,6 +154,9 @@ class LaunchedKernel:
     grid: tuple[int, ...]
 
 
+_TUPLE_TO_LIST = str.maketrans("()", "[]")
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One recorded call, the input of a model.
@@ -275,7 +278,8 @@ class Call:
         one; None where absent.
         """
         try:
-            value = json.loads(self.text(index).replace("True", "1").replace("False", "0"))
+            text = self.text(index).replace("True", "1").replace("False", "0")
+            value = json.loads(text.translate(_TUPLE_TO_LIST))
         except ValueError:
             return None
         value = [value] if isinstance(value, int) else value
