@@ -4,17 +4,17 @@ and operators that need not be.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from traceloom.analyze.data_loading import find_loader_calls
 from traceloom.analyze.intervals import find_overlaps, merge_intervals
 from traceloom.analyze.names import build_vocabulary
-from traceloom.changes.changes import DATA_LOADING_PATTERN, Change, NodeSelection, Selection
+from traceloom.changes.changes import Change, NodeSelection, Selection
 from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.host_waits import (
     OPERATORS_SAMPLED,
@@ -27,7 +27,13 @@ from traceloom.findings.rule import Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as vocab
-from traceloom.trace.arrays import NO_ROW, NULL, gather_rows, get_event_column
+from traceloom.trace.array_types import Ints
+from traceloom.trace.arrays import (
+    NO_ROW,
+    NULL,
+    find_nearest_ancestor,
+    get_event_column,
+)
 from traceloom.trace.notice import Abstention, Evidence
 from traceloom.trace.trace import Trace
 
@@ -173,11 +179,9 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
     Loops of a data loader are left out.
     """
     vocabulary, is_op = build_vocabulary(trace), (trace.events["category"] == vocab.OP).to_numpy()
-    parent, lane = get_event_column(trace, "parent", NO_ROW), get_event_column(trace, "lane")
-    is_nested = gather_rows(
-        is_op | gather_rows(vocabulary.matching(DATA_LOADING_PATTERN), vocabulary.code), parent
-    )
-    row = np.flatnonzero(is_op & ((parent < 0) | ~is_nested))
+    parent, lane = _find_enclosing_events(trace), get_event_column(trace, "lane")
+    makes_batch = trace.events["event"].is_in(find_loader_events(trace).implode()).to_numpy()
+    row = np.flatnonzero(is_op & ~makes_batch & ((parent < 0) | ~is_op[parent]))
     row = row[np.argsort(lane[row], kind="stable")]
     # A run begins where the event before it is of another lane, step, parent or name.
     is_run_start = np.ones(row.size, dtype=np.bool_)
@@ -199,6 +203,14 @@ def _find_element_loops(trace: Trace) -> pl.DataFrame:
     return loops.hstack(pl.DataFrame(numbers)).filter(
         pl.lit(pl.Series(parts)) | pl.col("name").is_in(_ELEMENT_OPS)
     )
+
+
+def _find_enclosing_events(trace: Trace) -> Ints:
+    """Returns for each event the one around it that is no frame of Python, of which each call has
+    its own; -1 for none.
+    """
+    is_python = (trace.events["category"] == vocab.PYTHON).to_numpy()
+    return find_nearest_ancestor(get_event_column(trace, "parent", NO_ROW), ~is_python)
 
 
 def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
@@ -328,13 +340,14 @@ RULES = (
     FindingRule("small-kernels", "many small kernels that could be one", find_small_kernels),
 )
 
-Ints = NDArray[np.int64]
-
 _COPY_OPS = r"^aten::(?:clone|contiguous|to|_to_copy|copy_|reshape|flatten|repeat)$"
 _BACKWARD_COPY_OPS = r"^autograd::engine::evaluate_function: (?:CloneBackward|ToCopyBackward|CopyBackwards|CopySlices)"
 _COPYING_OPS = r"^aten::(?:copy_|clone|_to_copy)$"
 # Copies inside these belong to them: the bytes have to get from one place to another.
 _OWN_COPIES_PATTERN = r"^(?:Optimizer\.|FSDP::|gloo:|enumerate\(DataLoader\))"
+_FIRST_SHAPE_PATTERN = r"^\[\[([0-9,]+)\]"
+_MIN_ELEMENTS = 1024  # of a tensor: with fewer the call takes the time, not the copy
+_MAJORITY = 0.5  # of an operator's time
 _MIN_SHARE = 0.02
 _MAX_SHORT_NS = 100_000  # Python behind an operator that takes no longer is part of calling it
 _NO_LANE = 2**32 - 1
@@ -343,6 +356,15 @@ _MIN_REPETITIONS = 24  # minimum repetitions in a row
 _MAX_TINY_NS = 40_000  # the median of their recorded times
 _MIN_TINY_SHARE = 0.05  # of the step
 _HOST_KINDS = (graph_schema.HOST, graph_schema.THINK)
+_MIN_DOMINATING_SHARE = 0.1  # of the step; without a device twice as much
+_MIN_DOMINATING_NS = 100_000  # the mean of their times: many short ones are launches, or tiny
+_MAX_ASLEEP_SHARE = 0.2  # of an operator's time: it waits
+_NOT_ITSELF_PATTERN = rf"{_OWN_COPIES_PATTERN}|^autograd::engine|^c10d::|record_param_comms"
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::convolution")
+_BESIDE_THE_MODEL_PATTERN = (
+    r"^aten::(?:_?sort|argsort|topk|kthvalue|median|_?unique|msort|cum|logcumsum|_?linalg|cdist|_cdist|_?fft"
+    r"|normal|uniform_|random_|randperm|exponential_|multinomial|poisson|histc|bincount|searchsorted|upsample|nonzero)"
+)
 
 
 def find_host_copies(context: Context) -> Iterator[Message]:
@@ -379,7 +401,7 @@ def find_host_copies(context: Context) -> Iterator[Message]:
     sums = name_times.group_by("name").agg(pl.col("duration_ns").sum())
     sums = sums.sort("duration_ns", "name", descending=[True, False])
     yield Candidate(
-        title=f"{units.format_count(count)} copies of tensors on the host take {units.format_duration(time)} of {context.where}"
+        title=f"{units.format_quantity(count, 'copy')} of tensors on the host {'takes' if count == 1 else 'take'} {units.format_duration(time)} of {context.where}"
         f"{context.rank_sum_suffix}, most of it in {shorten_name(sums['name'][0])}",
         changes=(Change("remove", NodeSelection("copies of tensors on the host", mask, "ops")),),
         confidence=0.4,
@@ -391,28 +413,39 @@ def find_host_copies(context: Context) -> Iterator[Message]:
 
 def _find_copy_operators(trace: Trace) -> pl.DataFrame:
     """Returns outermost operators that copy, without those of the optimizer, of FSDP and of the
-    loader.
+    loader, and without copies of a few elements; of an operator that mostly does something else
+    besides its copy the copy alone.
     """
     events = trace.events
-    names, parent = events["name"], events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
+    names, parent = events["name"], get_event_column(trace, "parent", NO_ROW)
     is_op = (events["category"] == vocab.OP).to_numpy()
-    copying = names.str.contains(_COPYING_OPS).to_numpy() & is_op
     back = names.str.contains(_BACKWARD_COPY_OPS).to_numpy()
-    candidate = np.flatnonzero((names.str.contains(_COPY_OPS).to_numpy() & is_op) | back)
-    outer = candidate[(parent[candidate] < 0) | ~is_op[np.maximum(parent[candidate], 0)]]
-    has_copying = np.zeros(parent.size, dtype=np.bool_)  # inside
-    ancestors = parent[np.flatnonzero(copying)]
-    while (ancestors := ancestors[ancestors >= 0]).size:  # one iteration per level of nesting
-        has_copying[ancestors] = True
-        ancestors = parent[ancestors]
-    does_copy = has_copying[outer] | copying[outer] | back[outer]
-    is_internal = _is_inside_marked(
-        parent, names.str.contains(_OWN_COPIES_PATTERN).to_numpy(), outer
+    copies = (names.str.contains(_COPYING_OPS).to_numpy() & is_op) | back
+    copying = np.flatnonzero(copies)
+    top = copying.copy()  # the outermost operator around each copy
+    while (outer := (parent[top] >= 0) & is_op[np.maximum(parent[top], 0)]).any():
+        top[outer] = parent[top[outer]]
+    sizes = trace.tensors.select(
+        "event", size=pl.col("shapes").str.extract(_FIRST_SHAPE_PATTERN).str.split(",")
+    ).with_columns(
+        pl.col("size").cast(pl.List(pl.Int64), strict=False).list.eval(pl.element().product())
     )
-    selected = outer[does_copy & ~is_internal]
+    small = sizes.filter(pl.col("size").list.first() < _MIN_ELEMENTS)["event"]
+    kept = (
+        (names.str.contains(_COPY_OPS).to_numpy() | back)[top]
+        & ~_is_inside_marked(parent, copies, copying)
+        & ~_is_inside_marked(parent, names.str.contains(_OWN_COPIES_PATTERN).to_numpy(), top)
+        & ~np.isin(copying, small.to_numpy())
+        & ~np.isin(top, small.to_numpy())
+    )
+    copying, top = copying[kept], top[kept]
+    took = events["duration_ns"].to_numpy()
+    copied_ns = np.zeros(parent.size, dtype=np.int64)
+    np.add.at(copied_ns, top, took[copying])
+    roots = np.unique(np.where(_MAJORITY * took[top] <= copied_ns[top], top, copying))
     rows: pl.DataFrame = events.select(
         "event", pl.col("name").cast(pl.String), "duration_ns", "step"
-    )[selected]
+    )[roots]
     return rows
 
 
@@ -424,6 +457,16 @@ def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
         is_inside |= (ancestor >= 0) & marked[np.maximum(ancestor, 0)]
         ancestor = np.where(ancestor >= 0, parent[np.maximum(ancestor, 0)], -1)
     return is_inside
+
+
+def find_loader_events(trace: Trace) -> pl.Series:
+    """Returns the events that make a batch."""
+    loading = np.zeros(trace.events.height, dtype=np.bool_)
+    loading[find_loader_calls(trace)] = True
+    parent = get_event_column(trace, "parent", NO_ROW)
+    return trace.events["event"].filter(
+        pl.Series(_is_inside_marked(parent, loading, np.arange(parent.size)))
+    )
 
 
 def find_tiny_operators(context: Context) -> Iterator[Message]:
@@ -488,15 +531,12 @@ def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
         "times": pl.Int64,
     }
     events = trace.events
-    parent_row = events["parent"].fill_null(0)
-    is_op = events["category"] == vocab.OP
-    inner = events["parent"].is_not_null() & is_op.gather(parent_row)
-    loading = np.zeros(events.height, dtype=np.bool_)
-    loading[find_loader_calls(trace)] = True
-    parent = events["parent"].cast(pl.Int64).fill_null(-1).to_numpy()
-    makes_batch = pl.Series(_is_inside_marked(parent, loading, np.arange(events.height)))
+    is_op, parent = events["category"] == vocab.OP, _find_enclosing_events(trace)
+    inner = pl.Series((parent >= 0) & is_op.to_numpy()[parent])
+    makes_batch = events["event"].is_in(find_loader_events(trace).implode())
     ops = (
-        events.filter(is_op & ~inner & ~makes_batch)
+        events.with_columns(parent=parent)
+        .filter(is_op & ~inner & ~makes_batch)
         .select("event", "name", "lane", "parent", "step", "start_ns", "duration_ns")
         .sort("lane", "start_ns")
         .with_columns(key=pl.struct("name", "lane", "parent", "step").rank("dense"))
@@ -526,7 +566,85 @@ def _find_repeated_operators(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(runs, schema=schema, orient="row")
 
 
+def find_dominating_operators(context: Context) -> Iterator[Message]:
+    """Reports operators on the host that take a large part of the step by themselves.
+
+    With a device: those that launch nothing, whatever they are. Without one only what the model is
+    not made of: orders, running sums, random numbers, and float64 beside products of other types.
+    """
+    if context.sampled:
+        yield Abstention("host-operator", OPERATORS_SAMPLED)
+        return
+    nodes, on_device = context.graph.nodes, context.has_gpu_work
+    names = nodes["name"].cast(pl.String).fill_null("")
+    own = (
+        context.own(context.select_kinds(graph_schema.HOST))
+        & ((nodes["category"] == vocab.OP) & ~names.str.contains(_NOT_ITSELF_PATTERN))
+        .fill_null(value=False)
+        .to_numpy()
+    )
+    in_loops, _ = find_loops(context)
+    own &= ~in_loops & ~context.select_sleeping_nodes(own, _MAX_ASLEEP_SHARE)
+    double = np.zeros(nodes.height, dtype=np.bool_)
+    for trace in context.traces:
+        events, types = trace.events, trace.tensors[["event", "types"]]
+        launching = events.filter(pl.col("category").is_in(vocab.LAUNCHES))["op"].drop_nulls()
+        own &= ~context.node_mask(trace, pl.concat([launching, find_loader_events(trace)]))
+        is_double = types["types"].str.contains('"double"', literal=True).fill_null(value=False)
+        kinds = events["name"].gather(types["event"])
+        if not on_device and kinds.filter(~is_double).cast(pl.String).is_in(_PRODUCTS).any():
+            double |= context.node_mask(trace, types["event"].filter(is_double))
+    own &= double | ~names.str.contains(_COPYING_OPS).to_numpy()  # others: see host-copies
+    what = pl.when(pl.Series(double)).then(pl.lit("float64")).otherwise(names)
+    rows = nodes.select("node", "work_ns", what.alias("what"), name=names).filter(pl.Series(own))
+    groups = rows.group_by("what").agg(pl.col("work_ns").sum().alias("ns"), pl.col("node").sort())
+    for what_name, ns, group_nodes in groups.sort(
+        "ns", "what", descending=[True, False]
+    ).iter_rows():
+        is_double = what_name == "float64"
+        share = _MIN_DOMINATING_SHARE if on_device or is_double else 2 * _MIN_DOMINATING_SHARE
+        if ns < max(share * context.ranks_ns, _MIN_DOMINATING_NS * len(group_nodes)) or not (
+            on_device or is_double or re.search(_BESIDE_THE_MODEL_PATTERN, what_name)
+        ):
+            continue
+        mask = np.zeros(nodes.height, dtype=np.bool_)
+        mask[group_nodes] = True
+        largest = (
+            rows.filter(pl.Series(mask[rows["node"].to_numpy()]))
+            .group_by("name")
+            .agg(pl.col("work_ns").sum())
+        )
+        largest = largest.sort("work_ns", "name", descending=[True, False]).head(2)
+        listed = " and ".join(shorten_name(name) for name in largest["name"])
+        yield Candidate(
+            title=f"{listed} {'take' if largest.height > 1 else 'takes'} {context.format_time_per_step(ns)} of the "
+            f"{context.unit if context.steps else 'window'} on the host{context.rank_sum_suffix}"
+            + (
+                ", in float64"
+                if is_double
+                else ", which launches nothing meanwhile"
+                if on_device
+                else ""
+            ),
+            changes=(Change("remove", NodeSelection(f"{what_name} on the host", mask, "ops")),),
+            confidence=0.5,
+            advice="Its inputs are float64, as NumPy's arrays are: convert them to float32 where they are made, and "
+            "compute on fewer elements."
+            if is_double
+            else "Do it on the device (make the tensor there: device=...), or beside the step, in the workers of the "
+            "loader."
+            if on_device
+            else "Do it less often, on fewer elements, or beside the step.",
+            evidence=context.evidence(mask),
+        )
+
+
 HOST_OPERATORS_RULES = (
+    FindingRule(
+        "host-operator",
+        "operators on the host that take much of the step",
+        find_dominating_operators,
+    ),
     FindingRule("host-copies", "copies of tensors on the host", find_host_copies),
     FindingRule("tiny-operators", "many tiny operators on the host", find_tiny_operators),
 )

@@ -79,8 +79,8 @@ def _select_scalar_matmuls(trace: Trace) -> pl.Series:
 
 
 def _collect_modelled_work(context: Context) -> pl.DataFrame:
-    """Returns modelled work with a known roofline: rank, event, op_name, ns, roofline_ns, bound;
-    rank after rank.
+    """Returns modelled work with a known roofline: rank, event, op_name, shapes, ns, roofline_ns,
+    bound; rank after rank.
     """
     parts = []
     for trace in context.traces:
@@ -93,19 +93,28 @@ def _collect_modelled_work(context: Context) -> pl.DataFrame:
             events["name"][rows["op"]].alias("op_name"),
             events["duration_ns"][rows["event"]].alias("ns"),
         )
+        shapes = rows.select(event="op").join(
+            trace.tensors[["event", "shapes"]], on="event", how="left", maintain_order="left"
+        )["shapes"]
         parts.append(
-            pl.DataFrame([rank, rows["event"], name, ns, rows["roofline_ns"], rows["bound"]])
+            pl.DataFrame(
+                [rank, rows["event"], name, shapes, ns, rows["roofline_ns"], rows["bound"]]
+            )
         )
     return pl.concat(parts)
 
 
 def _select_modelled_nodes(context: Context) -> pl.DataFrame:
-    """Returns nodes of such work: node, op_name, duration_ns, roofline_ns (the time at the
-    roofline).
+    """Returns nodes of such work: node, op_name, shapes, duration_ns, roofline_ns (the time at the
+    roofline), reached (the share of the roofline of all work of the operator with such shapes).
     """
     keys = ["rank", "event"] if len(context.traces) > 1 else ["event"]
-    work = context.ask(context, _collect_modelled_work).select(*keys, "op_name", "roofline_ns")
-    return context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
+    work = context.ask(context, _collect_modelled_work).select(
+        *keys, "op_name", "shapes", "roofline_ns"
+    )
+    nodes = context.graph.nodes.select(*keys, "node", "duration_ns").join(work, on=keys)
+    share = pl.col("roofline_ns").sum() / pl.col("duration_ns").sum().clip(1)
+    return nodes.with_columns(reached=share.over("op_name", "shapes"))
 
 
 def _compute_roofline_share(context: Context, mask: Bools) -> float | None:
@@ -204,10 +213,11 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
     for op_work in sorted(op_groups, key=lambda of_op: -of_op["ns"].sum())[:_MAX_OPERATORS]:
         name = op_work["op_name"][0]
         mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
-        mask[nodes.filter(pl.col("op_name").eq_missing(name))["node"].to_numpy()] = True
+        is_slow = pl.col("reached") < _LOW_ROOFLINE_SHARE  # with other shapes it may be good
+        mask[nodes.filter(is_slow, pl.col("op_name").eq_missing(name))["node"].to_numpy()] = True
         mask &= ~unaligned & ~unused
         reached = _compute_roofline_share(context, mask) if mask.any() else None
-        if reached is None or reached >= _LOW_ROOFLINE_SHARE:
+        if reached is None:
             continue
         bounds = op_work.group_by(pl.col("bound").cast(pl.String)).agg(pl.col("ns").sum())
         bound = bounds.drop_nulls().sort("ns", "bound", descending=[True, False])["bound"][0]

@@ -49,7 +49,7 @@ def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iter
         "What to fix first", f"savings {ground['basis']}, by re-timing; they do not overlap", width
     )
     if not rows:
-        yield Text(" Nothing that is worth half a per cent of it.")
+        yield from _render_nothing(ground, width)
     visible = rows if full else rows[:_MAX_FINDINGS]
     for row in visible:
         yield from _render_finding(row, width, full=full)
@@ -88,12 +88,22 @@ def render_brief_findings(
     ]  # the text without the method of counting
     yield from render_heading("What to fix first", f"{count_text}savings {basis}", width)
     if not rows:
-        yield Text(" Nothing that is worth half a per cent of the time.")
+        yield from _render_nothing(ground, width)
     for row in rows[:_MAX_BRIEF_FINDINGS]:
         yield from islice(_render_finding(row, width, full=False, max_lines=2), 2)
         yield from _render_hottest_frame(row, width)
     if rows and not ground["holds"]:
         yield Text("   Take the savings as hints: --only findings says why.", "yellow")
+
+
+def _render_nothing(ground: FindingsGroundValue, width: int) -> Iterator[Text]:
+    """Yields that no rule found anything, and how many could not decide."""
+    yield Text(" No rule found anything that is worth half a per cent of the time.")
+    skipped = len({abstention["slug"] for abstention in ground["abstentions"]})
+    if skipped:
+        checks = units.format_quantity(skipped, "check")
+        text = f"{checks} could not decide; --only findings --full says why."
+        yield from render_paragraph(text, width, DIM_STYLE)
 
 
 def _render_finding(
