@@ -177,7 +177,7 @@ def test_every_flop_is_counted_once_and_sums_close(path: str) -> None:
         assert (whole[key] is None) == (not found.operators.height)
         assert int(work[key].sum()) == ((whole[key] or 0) if trace.gpu_work().height else 0)
     gpu = trace.gpu_work()["duration_ns"].clip(lower_bound=0).sum()
-    assert whole["gpu_ns"] == gpu == whole["modelled_ns"] + int(found.unmodelled["gpu_ns"].sum())
+    assert whole["gpu_ns"] == gpu == whole["modelled_ns"] + int(found.unmodelled["total_ns"].sum())
     assert int(found.operators["total_ns"].sum()) == whole["modelled_ns"] or not gpu
     if trace.gpu_work().height:
         calls = work.join(trace.events.select("event", "name"), left_on="op", right_on="event")

@@ -11,7 +11,6 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import build_forest
-from traceloom.analyze.gpu_work import attribute_to_launches
 from traceloom.analyze.graph_launches import select_rank_trace
 from traceloom.analyze.kernel_rules import select_gpu_work_with_steps
 from traceloom.analyze.placed_calls import (
@@ -22,6 +21,8 @@ from traceloom.analyze.placed_calls import (
     place_on_roofline,
 )
 from traceloom.analyze.utilisation import compute_utilisation
+from traceloom.trace import vocabulary as vocab
+from traceloom.trace.arrays import get_event_column
 from traceloom.trace.batch import (
     TRACE_COLUMN,
     cache_last_result,
@@ -44,7 +45,7 @@ OPERATORS = build_schema(
     "arithmetic evidence matrix peak_flop_rate peak_byte_rate roofline_ns roofline_fraction bound",
     {"bound": BoundType},
 )
-UNMODELLED = build_schema("name reason count gpu_ns")
+UNMODELLED = build_schema("name reason count total_ns fraction")
 DEVICES = build_schema("device name peak reason")
 SPREAD = build_schema("quantity mean min max step_count")
 QUANTITIES = (
@@ -87,8 +88,9 @@ class Roofline(Result):
         whole: The same once per trace, over the time from the first to the last GPU work.
         spread: Per step: mean, min and max over the whole steps of each quantity (see
             `QUANTITIES`).
-        unmodelled: GPU work without a model by operator (without one, by kernel), with the reason;
-            the longest first.
+        unmodelled: GPU work without a model by operator (without one, by kernel), with the reason
+            and its share; in a trace without GPU work operators by their own host time; the longest
+            first.
         devices: The devices with GPU work and the peaks used, or why there are none.
         timed_on: `gpu`, `host`, or `nothing`.
     """
@@ -161,6 +163,14 @@ def _compute_roofline(
         link=pl.Series(np.concatenate([placed.modelled.link for placed in placements])),
         owner=pl.Series(np.concatenate([placed.modelled.work_owner for placed in placements])),
     )
+    columns = [TRACE_COLUMN, "event", "name", "category", "op", "launch", "ns", "link", "owner"]
+    all_work = pl.concat(
+        [
+            all_work.with_columns(pl.col("category", "name").cast(pl.String)).select(columns),
+            concatenate_by_trace(map(_list_own_times, traces, placements)).select(columns),
+        ],
+        how="vertical_relaxed",
+    )
     unowned = all_work.filter(pl.col("owner") < 0)
     op_reasons = []
     for trace, placement, trace_rows in zip(
@@ -213,12 +223,15 @@ def _compute_roofline(
         "failed",
         pl.lit("no model for this operator"),
     )
+    whole = all_work.group_by(TRACE_COLUMN).agg(whole=pl.col("ns").sum())
     unmodelled = (
         work.group_by(
             TRACE_COLUMN, pl.coalesce("op_name", "name").alias("name"), reason.alias("reason")
         )
-        .agg(pl.len().alias("count"), pl.col("ns").sum().alias("gpu_ns"))
-        .sort(TRACE_COLUMN, "gpu_ns", "name", "reason", descending=[False, True, False, False])
+        .agg(pl.len().alias("count"), pl.col("ns").sum().alias("total_ns"))
+        .join(whole, on=TRACE_COLUMN)
+        .with_columns(fraction=pl.col("total_ns") / pl.col("whole").clip(1))
+        .sort(TRACE_COLUMN, "total_ns", "name", "reason", descending=[False, True, False, False])
     )
     out = []
     for trace, placement, (steps, trace_share), values, operators, unmodelled_work in zip(
@@ -226,7 +239,7 @@ def _compute_roofline(
         placements,
         utilised,
         quantities,
-        split_by_trace(_summarize_operators(traces, placements), traces, OPERATORS),
+        split_by_trace(_summarize_operators(traces, placements, whole), traces, OPERATORS),
         split_by_trace(unmodelled, traces, UNMODELLED),
         strict=True,
     ):
@@ -262,8 +275,29 @@ def _compute_roofline(
     return out
 
 
+def _list_own_times(trace: Trace, placed: PlacedCalls) -> pl.DataFrame:
+    """Returns the operators of a trace without GPU work with their own times, in the form of GPU
+    work; nothing for others.
+    """
+    tree = build_forest(trace)
+    is_op = get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(vocab.OP)
+    own_ns = tree.self_ns(is_op, tree.nearest(is_op))
+    listed = np.flatnonzero(is_op & (own_ns > 0) & (placed.modelled.link.size == 0))
+    event = pl.Series(tree.row[listed], dtype=pl.UInt32)
+    return pl.DataFrame(
+        {
+            "event": event,
+            "name": trace.events["name"][event].cast(pl.String),
+            "op": event,
+            "launch": event,
+            "ns": own_ns[listed],
+            "owner": placed.modelled.owner[listed],
+        }
+    ).with_columns(category=pl.lit(vocab.OP), link=pl.lit(False))
+
+
 def _summarize_operators(
-    traces: Sequence[Trace], placements: Sequence[PlacedCalls]
+    traces: Sequence[Trace], placements: Sequence[PlacedCalls], whole: pl.DataFrame
 ) -> pl.DataFrame:
     keys = [
         TRACE_COLUMN,
@@ -292,19 +326,12 @@ def _summarize_operators(
         roofline=pl.col("roofline_ns").sum(),
         known=pl.col("roofline_ns").is_not_null().all(),
     )
-    on_gpu = pl.Series(
-        "gpu_ns",
-        [int(attribute_to_launches(trace).duration_ns.sum()) for trace in traces],
-        dtype=pl.Int64,
-    )
-    in_calls = pl.col("total_ns").sum().over(TRACE_COLUMN)
-    base_ns = pl.when(pl.col("gpu_ns") > 0).then("gpu_ns").otherwise(in_calls).clip(lower_bound=1)
     time, has_time = pl.col("total_ns"), pl.col("total_ns") > 0
     compute_bound = pl.col("compute_ns") > pl.col("memory_ns")
     return (
-        sums.hstack([on_gpu[sums[TRACE_COLUMN]]])
+        sums.join(whole, on=TRACE_COLUMN, how="left", maintain_order="left")
         .with_columns(
-            fraction=divide_by_trace_total(time, base_ns),
+            fraction=divide_by_trace_total(time, pl.col("whole").clip(lower_bound=1)),
             intensity=pl.when(pl.col("bytes") > 0).then(pl.col("flops") / pl.col("bytes")),
             flop_rate=pl.when(has_time).then(pl.col("flops") / time * 1e9),
             byte_rate=pl.when(has_time).then(pl.col("bytes") / time * 1e9),

@@ -384,3 +384,57 @@ def estimate_convolution_backward(call: Call) -> Work:
     if needs_input and needs_weight:  # each of the two is read once and written once
         moved = grad.bytes + 2 * x.bytes + 2 * weight.bytes + needs_bias * grad.shape[1] * grad.size
     return Work(gradient_flops * (needs_input + needs_weight), moved, x.dtype, matrix=True)
+
+
+RECURRENT_FAMILY = "recurrent network"
+_GATES = {"0": 1, "1": 1, "2": 4, "3": 3}  # by the mode of the libraries: ReLU, tanh, LSTM, GRU
+# Positions of mode, hidden size, size of the projection, layers and bidirectional.
+_RECURRENT_INPUTS = {
+    "aten::_cudnn_rnn": (6, 7, 8, 9, 13),
+    "aten::_cudnn_rnn_backward": (10, 11, 12, 13, 17),
+    "aten::miopen_rnn": (5, 6, None, 7, 11),
+    "aten::miopen_rnn_backward": (10, 11, None, 12, 16),
+}
+
+
+@MODELS.register(
+    "aten::lstm",
+    "aten::gru",
+    "aten::rnn_tanh",
+    "aten::rnn_relu",
+    "aten::mkldnn_rnn_layer",
+    "aten::mkldnn_rnn_layer_backward",
+    *_RECURRENT_INPUTS,
+    family=RECURRENT_FAMILY,
+)
+def estimate_recurrent_network(call: Call) -> Work:
+    """Every position of every sequence meets all weights of all layers and directions, 2 per
+    multiply-add; backward twice, for the gradients of what goes in and of the weights.
+    """
+    x = call.tensor(0)
+    matrices: list[list[int]]
+    if call.name.startswith("aten::mkldnn"):
+        matrices = [list(call.tensor(index).shape) for index in (1, 2)]
+        out_width = matrices[1][-1]
+    elif call.name in _RECURRENT_INPUTS:
+        mode, hidden, projection, layers, both = _RECURRENT_INPUTS[call.name]
+        directions, gates = 1 + call.flag(both), _GATES.get(call.text(mode), 0)
+        width = call.integer(hidden)
+        state = (call.integer(projection, 0) if projection is not None else 0) or width
+        widths = [x.shape[-1], *[directions * state] * (call.integer(layers) - 1)]
+        matrices = [[gates * width, size + state] for size in widths for _ in range(directions)]
+        matrices += [[state, width]] * directions * len(widths) if state != width else []
+        out_width = directions * state
+    else:
+        weights = 2 + call.is_list(3)  # a packed sequence has the sizes of its batches, too
+        shapes = call.shapes[weights] if call.is_list(weights) else []
+        matrices = [shape for shape in shapes if isinstance(shape, list) and len(shape) == 2]
+        if len(matrices) < 2:
+            raise Unknown("the weights are not recorded")
+        out_width = matrices[1][-1] * (1 + call.flag(5 + weights))
+    if not all(map(math.prod, matrices)):
+        raise Unknown("the kind of network or its sizes are not recorded")
+    rows, weight_size = math.prod(x.shape[:-1]), sum(map(math.prod, matrices))
+    passes = 2 if call.name.endswith("backward") else 1
+    moved = passes * (x.bytes + (weight_size + rows * out_width) * x.size)
+    return Work(2 * passes * rows * weight_size, moved, x.dtype, matrix=True)

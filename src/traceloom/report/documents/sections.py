@@ -279,7 +279,7 @@ RooflineSpreadRow = TypedDict("RooflineSpreadRow", {
     "rank": int | None, "quantity": str, "mean": float, "min": float, "max": float, "step_count": int,
 })
 RooflineUnmodelledRow = TypedDict("RooflineUnmodelledRow", {
-    "rank": int | None, "name": str, "reason": str, "count": int, "gpu_ns": int,
+    "rank": int | None, "name": str, "reason": str, "count": int, "total_ns": int, "fraction": float,
 })
 RooflineDevicesRow = TypedDict("RooflineDevicesRow", {
     "rank": int | None, "device": int, "name": str | None, "peak": str | None, "reason": str | None,

@@ -89,7 +89,9 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             empty="the trace holds no whole step",
         ),
         "unmodelled": ListSchema(
-            UNMODELLED, "GPU work without a model, and why", empty="no GPU work is without a model"
+            UNMODELLED,
+            "GPU work, without any operators, that no model covers, and why",
+            empty="nothing is without a model",
         ),
         "devices": ListSchema(
             DEVICES,
@@ -125,7 +127,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             ]
         )
         frames = {name: getattr(merged, name) for name in self.parts}
-        for name, time in (("operators", "total_ns"), ("unmodelled", "gpu_ns")):
+        for name, time in (("operators", "total_ns"), ("unmodelled", "total_ns")):
             frames[name] = frames[name].sort(
                 time, descending=True, nulls_last=True, maintain_order=True
             )
@@ -200,10 +202,9 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
                 "Over the whole steps of each rank.",
                 key="roofline-usual",
             )
+        on_gpu = any(row["gpu_ns"] for row in value["whole"])
+        time = Col("total_ns", "GPU time" if on_gpu else "Host time", "time")
         if value["operators"]:
-            time = Col(
-                "total_ns", "Host time" if value["timed_on"] == "host" else "GPU time", "time"
-            )
             kind = (
                 "element type whose peak is used; assumed where the name of the kernel does not say"
             )
@@ -231,7 +232,7 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             ]
             yield build_table("roofline.operators", "Operators", columns, rows)
         if value["unmodelled"]:
-            columns = [*several, "gpu_ns", "count", "reason", "name"]
+            columns = [*several, time, "fraction", "count", "reason", "name"]
             yield build_table("roofline.unmodelled", "Not modelled", columns, value["unmodelled"])
         if any(row["reason"] for row in value["devices"]):
             columns = [*several, "device", "peak", "reason", "name"]
@@ -260,10 +261,11 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
             fractions = [fraction for fraction in values if fraction is not None]
             if fractions and placed >= _MIN_PLACED_SHARE * gpu:
                 text += f", {units.format_share(sum(fractions) / len(fractions), 1)} {name}"
+        if gpu:
+            return f"{text}; models cover {units.format_share(covered, gpu)} of the GPU work"
+        rest = sum(row["fraction"] for row in value["unmodelled"]) / max(len(value["whole"]), 1)
         return (
-            f"{text}; models cover {units.format_share(covered, gpu)} of the GPU work"
-            if gpu
-            else text
+            f"{text}; models cover {units.format_share(1 - min(rest, 1), 1)} of the operators' time"
         )
 
     def picture(self, value: RooflineValue) -> str:

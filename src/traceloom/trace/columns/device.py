@@ -442,7 +442,19 @@ ROOFLINE_COLUMNS: dict[str, Column] = {
         "name", "Operator or kernel", "name of the operator, or of the kernel without one"
     ),
     "roofline.unmodelled.reason": Column("text", "Why", "why there is no model"),
-    "roofline.unmodelled.count": Column("count", "Count", "pieces of GPU work"),
+    "roofline.unmodelled.count": Column(
+        "count", "Count", "pieces of GPU work; in a trace without any, operators"
+    ),
+    "roofline.unmodelled.total_ns": Column(
+        "time",
+        "Time",
+        "of the GPU work; in a trace without any, the operators' own time on the host",
+    ),
+    "roofline.unmodelled.fraction": Column(
+        "share",
+        "Share",
+        "share of the GPU work; in a trace without any, of the time of all operators",
+    ),
     "roofline.devices.name": Column(
         "name", "Name", "model of the GPU", "the file does not name the device"
     ),
