@@ -246,6 +246,7 @@ GROWTH = build_schema(
     {"first_step": pl.Int64, "last_step": pl.Int64},
 )
 MIN_STEPS = 3
+_MAX_OF_BALANCE = 2.0  # times what the memory gains per step: more is not left behind
 
 
 def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
@@ -256,7 +257,7 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     over. The last step does not count: what it made may be in use. A place grows where at least
     `LEAST_STEPS` steps leave something, at equal distances except for one that may be up to twice
     as long, and up to the end of the recording; what only the first step leaves (optimizer state,
-    caches) does not grow.
+    caches) does not grow, nor does a memory that gives back about as much as it takes.
 
     Returns:
         `GROWTH`, the fastest first: site (name with the counter restarting every step), pool
@@ -269,7 +270,8 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     if steps.height < MIN_STEPS + 1 or not blocks.made.size:
         return GROWTH.to_frame()
     created_row = np.maximum(blocks.made, 0)
-    step = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()[created_row]
+    step_of_row = trace.allocations["step"].fill_null(-1).cast(pl.Int64).to_numpy()
+    step = step_of_row[created_row]
     last = int(steps["step"].to_numpy().max())
     remaining = np.flatnonzero(
         (blocks.made >= 0)
@@ -310,6 +312,23 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
             pl.col("last_step") >= last - 1 - pl.col("period"),
         )
         .with_columns(bytes_per_step=pl.col("bytes") / (pl.col("span") + pl.col("period")))
+    )
+    # The balance decides: where as much is given back as was taken, only the pairing is wrong.
+    ended = np.minimum(blocks.ended, trace.allocations.height - 1)
+    ended_step = np.where(blocks.ended > ended, -1, step_of_row[ended])
+    change = pl.concat(
+        pl.DataFrame({"step": steps_of, "pool": blocks.pool, "bytes": sign * blocks.bytes})
+        for steps_of, sign in ((np.where(blocks.made < 0, -1, step), 1), (ended_step, -1))
+    )
+    first = grown.group_by("pool").agg(pl.col("first_step").min().alias("first"))
+    balance = (
+        change.join(first, on="pool")
+        .filter(pl.col("step") > pl.col("first"), pl.col("step") < last)
+        .group_by("pool")
+        .agg(gained=pl.col("bytes").sum() / (last - 1 - pl.col("first").first()).clip(1))
+    )
+    grown = grown.join(balance, on="pool").filter(
+        pl.col("bytes_per_step").sum().over("pool") <= _MAX_OF_BALANCE * pl.col("gained")
     )
     return grown.pipe(cast_to_schema, GROWTH).sort(
         "bytes_per_step", "site", descending=[True, False]
@@ -585,6 +604,10 @@ def summarize_activations(explained: ExplainedMemory, pool: int, row: int) -> pl
         & (explained.kinds.category == ACTIVATION)
         & (blocks.made >= 0)
     )
+    # What earlier steps left behind is a leak, which checkpointing does not free
+    step = explained.trace.allocations["step"].fill_null(-1).to_numpy()
+    if row >= 0 and step[row] >= 0:
+        is_saved &= step[np.maximum(blocks.made, 0)] == step[row]
     # Every pair of a module call and a block that was made in it, at any depth.
     is_call = find_module_calls(explained.trace, tree)
     parent_call = tree.nearest(is_call)

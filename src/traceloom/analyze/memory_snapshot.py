@@ -382,6 +382,13 @@ def find_user_frame(stack: list[str]) -> str | None:
     return (user_frames or stack)[-1] if stack else None
 
 
+def describe_sites(sites: Sequence[str]) -> str:
+    """Returns who leaves memory behind: the first place, and how many others, with the verb."""
+    more = len(sites) - 1
+    other = f" and {units.format_quantity(more, 'other place')} leave" if more else " leaves"
+    return f"{sites[0]}{other}"
+
+
 def list_advice(
     bytes_by_kind: dict[str, int],
     live: pl.DataFrame,
@@ -413,6 +420,8 @@ def list_advice(
         bytes_by_kind.get(OWNER_LABELS["activation"], 0),
         bytes_by_kind.get(OWNER_LABELS["other"], 0),
     )
+    leaked = sum(size for _, _, size in growing)  # neither of the following frees it
+    activations, other = max(activations - leaked, 0), max(other - max(leaked - activations, 0), 0)
     if gradients and not any(_BACKWARD_FRAME.search(line) for line in stack):
         text = (
             "free the gradients before the next forward pass: optimizer.zero_grad(set_to_none=True)"
@@ -453,23 +462,21 @@ def list_advice(
     for device in devices:
         idle = device["reserved_bytes"] - device["allocated_bytes"]
         if requested_bytes is not None and idle >= requested_bytes:
-            text = "let the allocator join its free pieces: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            text = "let the allocator join its free pieces: PYTORCH_ALLOC_CONF=expandable_segments:True (before PyTorch 2.9 PYTORCH_CUDA_ALLOC_CONF or PYTORCH_HIP_ALLOC_CONF)"
             reason = f"{units.format_size(idle)} were reserved but free, in pieces too small for {units.format_size(requested_bytes)}"
             out.append(Advice("expandable-segments", text, idle, reason))
         external = device["total_bytes"] - device["free_bytes"] - device["reserved_bytes"]
         if external > device["total_bytes"] // 10:
-            text = "check what else uses the device: other processes (nvidia-smi), communication buffers, libraries"
+            text = "check what else uses the device: other processes (nvidia-smi, amd-smi), communication buffers, libraries"
             reason = f"{units.format_size(external)} of {units.format_size(device['total_bytes'])} are in use outside this allocator"
             out.append(Advice("other-processes", text, external, reason))
-    out += [
-        Advice(
-            "stop-growth",
-            f"release what {site} leaves behind in every step",
-            size,
-            f"it grows by {units.format_size(round(per_step))} per step",
+    if growing:
+        text = (
+            f"release what {describe_sites([site for site, _, _ in growing])} behind in every step"
         )
-        for site, per_step, size in growing[:2]
-    ]
+        per_step = sum(size for _, size, _ in growing)
+        reason = f"it grows by {units.format_size(round(per_step))} per step"
+        out.append(Advice("stop-growth", text, leaked, reason))
     advice = [
         item
         for item in out

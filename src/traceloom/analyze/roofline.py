@@ -239,7 +239,7 @@ def _compute_roofline(
         placements,
         utilised,
         quantities,
-        split_by_trace(_summarize_operators(traces, placements, whole), traces, OPERATORS),
+        split_by_trace(_summarize_operators(placements, whole), traces, OPERATORS),
         split_by_trace(unmodelled, traces, UNMODELLED),
         strict=True,
     ):
@@ -296,9 +296,7 @@ def _list_own_times(trace: Trace, placed: PlacedCalls) -> pl.DataFrame:
     ).with_columns(category=pl.lit(vocab.OP), link=pl.lit(False))
 
 
-def _summarize_operators(
-    traces: Sequence[Trace], placements: Sequence[PlacedCalls], whole: pl.DataFrame
-) -> pl.DataFrame:
+def _summarize_operators(placements: Sequence[PlacedCalls], whole: pl.DataFrame) -> pl.DataFrame:
     keys = [
         TRACE_COLUMN,
         "name",

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.memory_snapshot import describe_sites
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Context, shorten_name
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message
@@ -145,6 +146,7 @@ RULES = (
 _NEARLY_FULL_SHARE = 0.9  # of the device
 # Bytes per step; less takes more than 100,000 steps to become a gigabyte
 _MIN_GROWTH_BYTES = 10_000
+_MIN_SITE_BYTES = 1_000  # of these, of one place
 _ORDINALS = {2: "second", 3: "third"}
 _NOT_RECORDED = "allocations were not recorded"
 _MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
@@ -155,19 +157,24 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
     if not context.allocations:
         yield from _find_process_growth(context)
     for trace, allocations in context.allocations:
-        for row in allocations.growth.filter(
-            pl.col("bytes_per_step") >= _MIN_GROWTH_BYTES
-        ).to_dicts():
-            per_step, period = round(row["bytes_per_step"]), row["period"]
+        growth = allocations.growth.filter(pl.col("bytes_per_step") >= _MIN_SITE_BYTES)
+        for rows in growth.partition_by("pool", maintain_order=True):  # one leak, in many tensors
+            per_step, periods = round(rows["bytes_per_step"].sum()), rows["period"].unique()
+            if per_step < _MIN_GROWTH_BYTES:
+                continue
+            period = periods[0] if periods.len() == 1 else 1
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
-                title=f"{row['site']} leaves {units.format_size(per_step * period)} behind in every {steps}",
-                saving_bytes=row["bytes"],
+                title=f"{describe_sites(rows['site'].to_list())} {units.format_size(per_step * period)} behind in every {steps}",
+                saving_bytes=int(rows["bytes"].sum()),
                 risk=f"memory grows by {units.format_size(per_step)} per step until it is full",
                 severe=True,
                 confidence=0.7,
                 advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers.",
-                evidence=(Evidence(row["site"], trace.rank, count=row["block_count"]),),
+                evidence=tuple(
+                    Evidence(site, trace.rank, count=count)
+                    for site, count in rows[["site", "block_count"]].head(4).iter_rows()
+                ),
             )
 
 

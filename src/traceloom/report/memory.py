@@ -35,6 +35,7 @@ from traceloom.analyze.memory_owners import (
     OWNER_LABELS,
     summarize_blocks,
 )
+from traceloom.analyze.memory_snapshot import KIND as SNAPSHOT_KIND, describe_sites
 from traceloom.errors import UsageError
 from traceloom.formats.memory_files import parse_integer
 from traceloom.report import memory_sources
@@ -453,15 +454,16 @@ def build_document(sources: MemorySources, options: MemoryOptions | None = None)
             f"{kind['category'].replace('_', ' ')} {units.format_share(kind['bytes'], total_bytes)}"
             for kind in kinds
         )
-        growth = memory["growth"][:1]
-        leak = (
-            f"; {growth[0]['site']} leaves {units.format_size(round(growth[0]['bytes_per_step']))} per step"
-            if growth
-            else ""
-        )
+        per_step = round(sum(row["bytes_per_step"] for row in memory["growth"]))
+        sites = [row["site"] for row in memory["growth"]]
+        leak = f"; {describe_sites(sites)} {units.format_size(per_step)} per step" if sites else ""
         before = f"{shortage} " if shortage else ""
+        asked = describe_sizes(memory)
+        moment = f" at its peak{when}"
+        if not memory["peak_recorded"]:
+            moment = " at the moment of the snapshot; its peak was not recorded"
         location = f"The {location[4:]}" if location.startswith("the ") else location
-        summary = f"{before}{location} holds at most {units.format_size(memory['peak_bytes'])}{when}: {holders}{leak}."
+        summary = f"{before}{location} holds {units.format_size(memory['peak_bytes'])}{asked}{moment}: {holders}{leak}."
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -500,6 +502,10 @@ def build_rank_entry(
     """
     trace = explained.trace
     blocks = explained.named.blocks
+    of_snapshot = trace.meta.kind == SNAPSHOT_KIND
+    peak_recorded = not (of_snapshot and snapshot is not None) or bool(
+        (snapshot.entries["action"] == "alloc").any()
+    )
     rows = {
         pool: find_instant_row(options.at, trace, blocks, pool) for pool in range(len(blocks.pools))
     }
@@ -539,6 +545,8 @@ def build_rank_entry(
                 "largest": absent.rows(largest, "memories[*].largest"),
                 "modules": absent.rows(memory_state.modules, "memories[*].modules"),
                 "curve": memory_state.curve,
+                "sizes": "requested" if of_snapshot else "allocated",
+                "peak_recorded": peak_recorded,
                 # Facts from sources other than its blocks
                 "capacity_bytes": absent.value(capacity, "memories[*].capacity_bytes"),
                 "growth": build_growth_rows(
@@ -862,6 +870,13 @@ def describe_job(document: MemoryDocument) -> Iterator[str]:
             )
 
 
+def describe_sizes(memory: MemoryMemoryRow) -> str:
+    """Returns what sizes of a memory are of, to stand behind one; empty for allocated blocks."""
+    row = memory["allocator"]
+    equal = row is not None and row["requested_bytes"] == row["allocated_bytes"]
+    return "" if memory["sizes"] == "allocated" or equal else " asked for"
+
+
 def describe_allocator(memory: MemoryMemoryRow) -> str:
     """Describes what the allocator holds at the end and cannot use; empty if unknown."""
     row = memory["allocator"]
@@ -871,6 +886,8 @@ def describe_allocator(memory: MemoryMemoryRow) -> str:
     facts = [
         f"at the end {size(row['allocated_bytes'])} allocated of {size(row['reserved_bytes'])} reserved"
     ]
+    if row["requested_bytes"] is not None and row["requested_bytes"] != row["allocated_bytes"]:
+        facts.append(f"{size(row['requested_bytes'])} of it asked for")
     if row["largest_free_bytes"] is not None:
         facts.append(
             f"largest free block {size(row['largest_free_bytes'])} of {size(row['free_bytes'])} free"

@@ -384,6 +384,8 @@ def build_timeline_row(
         "allocation_count": timeline.created,
         "free_count": timeline.destroyed,
         "reserved_at_peak_bytes": None,
+        "sizes": "allocated",
+        "peak_recorded": True,
         "capacity_bytes": None,
         "instant": {
             "time_ns": int(times[index]) if total.size else 0,

@@ -176,7 +176,7 @@ def test_memory_is_read_by_the_verb(
     path = output / "rank1.memory.pickle"
     assert f"traceloom memory {path}" in capsys.readouterr().out
     assert main(["memory", str(path)]) == 0
-    assert "cuda:0 holds at most 1.00 kB" in capsys.readouterr().out
+    assert "cuda:0 holds 1.00 kB" in capsys.readouterr().out
 
 
 @pytest.mark.thorough

@@ -44,10 +44,11 @@ MemoryCurveRow = TypedDict("MemoryCurveRow", {
 MemoryMemoryRow = TypedDict("MemoryMemoryRow", {
     "device_type": str, "device": int, "peak_bytes": int, "peak_time_ns": int, "peak_step": int | None,
     "unseen_bytes": int, "start_bytes": int | None, "end_bytes": int, "allocation_count": int, "free_count": int,
-    "reserved_at_peak_bytes": int | None, "capacity_bytes": int | None, "instant": MemoryMemoryInstantValue,
-    "tree": list[MemoryNodeRow], "categories": list[MemoryCategoryRow], "parts": list[MemoryPartRow],
-    "modules": list[MemoryPartRow], "largest": list[MemoryLargestRow], "growth": list[MemoryGrowthRow],
-    "activations": list[MemoryActivationRow], "allocator": MemoryAllocatorRow | None, "curve": MemoryCurveRow,
+    "reserved_at_peak_bytes": int | None, "sizes": str, "peak_recorded": bool, "capacity_bytes": int | None,
+    "instant": MemoryMemoryInstantValue, "tree": list[MemoryNodeRow], "categories": list[MemoryCategoryRow],
+    "parts": list[MemoryPartRow], "modules": list[MemoryPartRow], "largest": list[MemoryLargestRow],
+    "growth": list[MemoryGrowthRow], "activations": list[MemoryActivationRow], "allocator": MemoryAllocatorRow | None,
+    "curve": MemoryCurveRow,
 })
 MemoryRankStepsRow = TypedDict("MemoryRankStepsRow", {
     "step": int, "start_ns": int, "end_ns": int,

@@ -701,7 +701,7 @@ def render(document: MemoryDocument) -> str:
         )
         shown_numbers = (
             (
-                "Peak",
+                "Peak" if largest_memory["peak_recorded"] else "At the snapshot",
                 units.format_size(largest_memory["peak_bytes"]),
                 f"{format_memory_name(largest_memory)}, {peak_location}",
             ),

@@ -155,13 +155,15 @@ def _render_memory(
             if memory["peak_step"] is None
             else f"the peak, in step {memory['peak_step']}"
         )
+        when = when if memory["peak_recorded"] else "the moment of the snapshot"
     else:
         when = units.format_duration(int(instant_name)) if instant_name.isdigit() else instant_name
-    facts = [f"{units.format_size(instant['bytes'])} at {when}"]
+    facts = [f"{units.format_size(instant['bytes'])}{tables.describe_sizes(memory)} at {when}"]
     if instant_name != "peak":
         facts.append(f"peak {units.format_size(memory['peak_bytes'])}")
     if memory["reserved_at_peak_bytes"]:
-        facts.append(f"{units.format_size(memory['reserved_at_peak_bytes'])} reserved at the peak")
+        reserved = units.format_size(memory["reserved_at_peak_bytes"])
+        facts.append(f"{reserved} reserved" + (" at the peak" if memory["peak_recorded"] else ""))
     yield from render_heading(memory_label, " · ".join(facts), width)
     levels = [
         sum(values)

@@ -685,6 +685,12 @@ MEMORY_COLUMNS: dict[str, Column] = {
     "reserved_at_peak_bytes": Column(
         "bytes", "Reserved", "bytes that the allocator had from the device at the peak"
     ),
+    "sizes": Column(
+        "text", "Sizes", "what bytes are of: `allocated` blocks, or what was `requested`"
+    ),
+    "peak_recorded": Column(
+        "text", "Peak recorded", "false of a snapshot without a history: it shows one moment"
+    ),
     "capacity_bytes": Column("bytes", "Capacity", "bytes that the device has in all"),
     "memory_json.ranks.memories.largest.name": Column(
         "name", "Block", "name of the block: who allocated it"
