@@ -408,10 +408,21 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
     sums = (
         parts.group_by("kind").agg(pl.col("ns").sum()).sort("ns", "kind", descending=[True, False])
     )
+    # The waits for batches in the steps, where there are steps: one number wherever it is told.
+    waits = [
+        fact.data_loading.steps["wait_ns"].sum()
+        if has_step_time(fact.trace)
+        else fact.data_loading.total_ns or 0
+        for fact in all_facts
+        if fact.data_loading.total_ns is not None
+    ]
+    waited = format_share(int(sum(waits)), total_ns)
     kind, ns = str(sums["kind"][0]), int(sums["ns"][0])
     label, largest = parts.filter(pl.col("kind") == kind)[["label", "ns"]].row(0)
     phase = label.split(":")[0]
-    if kind == "unobserved" and phase in _AWAITED_CLAUSES and 2 * largest > ns:
+    if waits and phase == "loading" and 2 * largest > ns:
+        text = f"{waited} of the time the main thread waits for data"
+    elif kind == "unobserved" and phase in _AWAITED_CLAUSES and 2 * largest > ns:
         text = f"{format_share(largest, total_ns)} of the time the main thread waits for {_AWAITED_CLAUSES[phase]}"
     else:
         text = f"{format_share(ns, total_ns)} of the time {_ACTIVITY_CLAUSES[kind]}"
@@ -432,19 +443,8 @@ def _describe_threads(parts: pl.DataFrame, total_ns: int, all_facts: list[Answer
     talking = int(parts.filter(pl.col("label").str.starts_with("communication:"))["ns"].sum())
     if talking >= _MIN_SHARE * total_ns and "communication" not in text:
         clauses.append(f"{format_share(talking, total_ns)} is spent on communication")
-    if any(fact.data_loading.total_ns is not None for fact in all_facts):
-        # The waits in the steps, where there are steps.
-        in_steps = [
-            fact.data_loading.steps["wait_ns"].sum()
-            for fact in all_facts
-            if has_step_time(fact.trace)
-        ]
-        in_whole = [
-            fact.data_loading.total_ns or 0 for fact in all_facts if not has_step_time(fact.trace)
-        ]
-        clauses.append(
-            f"{format_share(int(sum(in_steps) + sum(in_whole)), total_ns)} is spent waiting on the DataLoader"
-        )
+    if waits and not text.endswith("waits for data"):
+        clauses.append(f"{waited} is spent waiting on the DataLoader")
     if any(check_unused_device(fact.trace) for fact in all_facts):
         clauses.append("no launch on the GPU that the process sees is recorded")
     ran = _compute_run_time(all_facts)

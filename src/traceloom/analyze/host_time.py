@@ -193,7 +193,8 @@ def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> I
     is_closure = np.isin(phase, (FORWARD, BACKWARD)) | (event_meaning.op & recorded & (phase < 0))
     if not (phase == BACKWARD).any():
         recorded |= gather_rows(events["step"].is_not_null().to_numpy(), tree.row)
-    phase[(phase < 0) & event_meaning.op & recorded] = FORWARD
+    forward = np.flatnonzero((phase < 0) & event_meaning.op & recorded)
+    phase[forward[_mark_forward(trace, tree, forward)]] = FORWARD
     top = tree.outermost_or_self(phase >= 0)
     top_phase = np.append(phase, _UNKNOWN)[top]
     inner = tree.outermost_or_self(is_closure)
@@ -207,6 +208,20 @@ def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> I
     return np.where(
         (top_phase == COMMUNICATION) & (part >= 0), np.append(phase, _UNKNOWN)[part], event_phase
     )
+
+
+def _mark_forward(trace: Trace, tree: Forest, events: Ints) -> Bools:
+    """Returns which of some recorded ops are of the forward pass: in a step with ops that have a
+    backward one those from the first to the last of these; metrics before or behind are none.
+    """
+    columns = trace.events[["sequence", "forward_thread", "step"]].with_columns(
+        returns=(pl.col("forward_thread").fill_null(0) != 0) & pl.col("sequence").is_not_null()
+    )
+    backward = columns.filter("returns")["sequence"].unique()
+    rows = columns[tree.row[events]].with_columns(at=pl.Series(tree.start_ns[events]))
+    start = pl.col("at").filter(pl.col("sequence").is_in(backward.implode()))
+    inside = pl.col("at").is_between(start.min().over("step"), start.max().over("step"))
+    return rows.select(inside.fill_null(value=True)).to_series().to_numpy()
 
 
 def _infer(

@@ -219,23 +219,25 @@ class ThreadTimes:
     """How long each Python thread of the program had run at some moments of the recording."""
 
     def __init__(self) -> None:
-        self._threads, self._times, self._run = array("q"), array("q"), array("q")
+        self._threads, self._times = array("q"), array("q")
+        self._run, self._waited = array("q"), array("q")
 
     def sample(self) -> None:
         """Notes it for all threads; nothing where the system does not tell."""
         for thread in threading.enumerate():
             native = thread.native_id
-            ran = None if native is None else _read_run_ns(f"/proc/self/task/{native}")
-            if native is not None and ran is not None:
+            spent = None if native is None else _read_scheduler(f"/proc/self/task/{native}")
+            if native is not None and spent is not None:
                 self._threads.append(native)
                 self._times.append(time.time_ns())
-                self._run.append(ran)
+                self._run.append(spent[0])
+                self._waited.append(spent[1])
 
     def to_columns(self) -> dict[str, list[int]] | None:
         """The samples as columns of one length in the order of time, or None where there are none.
 
         `thread` is the system's id, `time_ns` Unix time, `cpu_ns` how long the thread has run since
-        it began.
+        it began, `waited_ns` how long it could have run, but others had the processors.
         """
         if not self._threads:
             return None
@@ -244,12 +246,15 @@ class ThreadTimes:
             "thread": self._threads.tolist(),
             "time_ns": self._times.tolist(),
             "cpu_ns": self._run.tolist(),
+            "waited_ns": self._waited.tolist(),
         }
 
 
-def _read_run_ns(task: str) -> int | None:
+def _read_scheduler(task: str) -> tuple[int, int] | None:
+    """Returns how long a thread has run, and how long it has waited for a processor, ns."""
     try:
         with open(f"{task}/schedstat", encoding="ascii") as file:  # noqa: PTH123
-            return int(file.read().split()[0])
+            ran, waited, *_ = map(int, file.read().split())
+            return ran, waited
     except (OSError, ValueError, IndexError):
         return None

@@ -216,6 +216,7 @@ _MAX_IMBALANCE = 1.5  # times the mean: the largest part of an exchange
 # Results of these are not needed at once by the next operation; results of the others are.
 _POINT_TO_POINT_KINDS = ("send", "receive")
 _HAS_SPLITS = (pl.col("in_splits").list.len() > 1) & (pl.col("in_splits").list.sum() > 0)
+_MIN_HIDDEN_SHARE = 0.5  # of what the communication costs: overlap helps
 _OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -244,12 +245,25 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
         at_most_ns = exposed_ns
         # Its saving when slow links are as fast as they should be: their cost belongs to
         # `slow-link`
+        fixed = context.changed(Scenario.of(context.graph), links)
+        gone = Change("remove", NodeSelection(f"{kind}, which nothing hides", mask, "collectives"))
+        scenarios = (fixed, *(context.changed(fixed, [one]) for one in (change, gone)))
+        times = whatif_many(context.graph, scenarios, context.plan)
+        hidden_ns, gone_ns = (max(int(times[0] - after), 0) for after in times[1:])
         if links:
-            fixed = context.changed(Scenario.of(context.graph), links)
-            times = whatif_many(
-                context.graph, (fixed, context.changed(fixed, [change])), context.plan
+            at_most_ns = min(hidden_ns, exposed_ns)
+        if hidden_ns < _MIN_HIDDEN_SHARE * gone_ns:  # nothing is left to run beside it
+            yield Candidate(
+                title=f"{context.format_time_per_step(gone_ns)} of {kind} end the step, with nothing left to overlap"
+                f"{context.rank_sum_suffix and f', on each of {context.rank_count} ranks'}",
+                changes=(gone,),
+                confidence=0.3,
+                advice="Send less at the end: a smaller last bucket (bucket_cap_mb, the largest layers first), bf16 or "
+                "compressed gradients (a communication hook), or fewer exchanges (gradient accumulation, no_sync).",
+                evidence=context.evidence(mask & ~context.select_kinds(graph_schema.KERNEL)),
+                at_most_ns=exposed_ns // max(context.rank_count, 1),
             )
-            at_most_ns = min(max(int(times[0] - times[1]), 0), exposed_ns)
+            continue
         yield Candidate(
             title=f"{context.format_time_per_step(context.compute_exposed_ns(in_steps))} of {context.format_time_per_step(time)} of {kind} not overlapped "
             f"({context.many(int(in_steps.sum()), 'call')}{context.rank_sum_suffix})",

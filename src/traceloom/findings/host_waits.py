@@ -378,19 +378,21 @@ def find_data_starvation(context: Context) -> Iterator[Message]:
         else Change("workers", selection, float(_ASSUMED_WORKERS))
     )
     remedy = "more workers (num_workers), persistent_workers=True, prefetch_factor, pin_memory=True, cheaper transforms"
+    assumed = f" The saving assumes {_ASSUMED_WORKERS} workers."
     advice = (
         f"Make batches faster or further ahead: {remedy}."
         if workers
-        else f"Make batches beside the step: {remedy}."
+        else f"Make batches beside the step: {remedy}.{assumed}"
     )
     yield Candidate(
-        title=f"{context.where} waits {units.format_duration(waited)} for data{context.rank_sum_suffix}",
+        title=f"{context.where} waits {units.format_duration(waited)} for data{context.rank_sum_suffix}"
+        + ("" if workers else f", which {_ASSUMED_WORKERS} workers would make beside it"),
         changes=(change,),
         confidence=0.8,
         advice=advice,
         hot_advice=None
         if workers
-        else f"{{frame}}: make it faster, or make batches beside the step: {remedy}.",
+        else f"{{frame}}: make it faster, or make batches beside the step: {remedy}.{assumed}",
         host=partial(pl.concat, waiting),
         evidence=tuple(
             Evidence(name, context.traces[number].rank, start_ns, ns)

@@ -23,7 +23,7 @@ from traceloom.system import units
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
-from traceloom.trace.session import Session
+from traceloom.trace.session import Session, read_thread_clocks
 
 _AUTOTUNING_PATTERN = (
     r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
@@ -31,6 +31,7 @@ _AUTOTUNING_PATTERN = (
 _HOST_WORK_KINDS = (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
 # Recording is reported from this ratio of recorded to unrecorded steps on
 _MIN_OVERHEAD_RATIO = 1.05
+_MIN_WAITING_SHARE = 0.2  # of the time in which threads could run
 
 
 def find_garbage_collections(context: Context) -> Iterator[Message]:
@@ -177,6 +178,29 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
     )
 
 
+def check_processors(context: Context) -> Iterator[Message]:
+    """Reports that other programs had the processors while threads of this one could have run."""
+    spent = [
+        (clock.waited_ns[-1] - clock.waited_ns[0], clock.ran_ns[-1] - clock.ran_ns[0])
+        for trace in context.traces
+        for clock in read_thread_clocks(trace.meta).values()
+        if clock.waited_ns is not None
+    ]
+    if not spent:
+        yield Abstention("overloaded-host", "how long threads waited for a processor is unknown")
+        return
+    waited, ran = (int(sum(times)) for times in zip(*spent, strict=True))
+    if waited >= _MIN_WAITING_SHARE * (waited + ran) and waited + ran > 0:
+        yield Remark(
+            title=f"the machine is overloaded: for {units.format_share(waited, waited + ran)} of the time in which the "
+            "program's threads could have run they waited for a processor; these times are not the program's",
+            confidence=0.9,
+            advice="Record again on a machine where nothing else runs, or with fewer threads (OMP_NUM_THREADS) than it "
+            "has processors.",
+            first=True,
+        )
+
+
 def check_recording_overhead(context: Context) -> Iterator[Message]:
     """Reports recording that makes steps longer, so that host times in the trace are too long."""
     ratio = context.host_ratio
@@ -247,6 +271,7 @@ RULES = (
     FindingRule("compiling", "compilation in the step", find_compilations),
     FindingRule("autotuning", "kernels are tried out in the step", find_autotuning),
     FindingRule("graph-breaks", "compiled regions fall apart", find_graph_breaks),
+    FindingRule("overloaded-host", "other programs had the processors", check_processors),
     FindingRule("profiler-overhead", "recording distorts what it shows", check_recording_overhead),
     FindingRule("slow-steps", "steps beyond the spread of the others", find_slow_steps),
 )

@@ -53,7 +53,7 @@ class Ranked(Struct, frozen=True):
 
     Attributes:
         time: By their saving, the largest first; their savings are disjoint. Remarks, which save
-            nothing, come last.
+            nothing, come last, or before all where no figure can be trusted.
         memory: By risk, then bytes.
         abstentions: Rules that could not decide, and why.
         limit: What the savings leave out; empty where they leave out nothing.
@@ -80,6 +80,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
     time: list[tuple[FindingRule, Candidate]] = []
     memory: list[Finding] = []
     abstained: list[Abstention] = []
+    first: list[Finding] = []
     remarks: list[Finding] = []
     for rule in rules:
         for outcome in rule.find(context):
@@ -93,7 +94,9 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
                 memory.append(_describe(rule.slug, outcome, context, severity=severity, **sizes))
             else:
                 nothing = {"saving_ns": 0, "saving_fraction": 0.0, "alone_ns": 0}
-                remarks.append(_describe(rule.slug, outcome, context, severity="low", **nothing))
+                severity = "high" if outcome.first else "low"
+                remark = _describe(rule.slug, outcome, context, severity=severity, **nothing)
+                (first if outcome.first else remarks).append(remark)
     ranked, limit = (
         _rank_greedily(context, _collect_by_key(time), rules, steps)
         if context.whole_ns
@@ -116,7 +119,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
     memory.sort(
         key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0))
     )
-    return Ranked((*findings, *remarks), tuple(memory), tuple(abstained), limit)
+    return Ranked((*first, *findings, *remarks), tuple(memory), tuple(abstained), limit)
 
 
 def _describe(

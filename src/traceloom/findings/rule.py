@@ -78,12 +78,14 @@ class Remark(Struct, frozen=True):
         confidence: From 0 to 1.
         advice: What to do.
         evidence: Events and places to inspect.
+        first: Whether it comes before all findings, since their figures mean little without it.
     """
 
     title: str
     confidence: float
     advice: str
     evidence: tuple[Evidence, ...] = ()
+    first: bool = False
 
 
 Message = Candidate | MemoryCandidate | Remark | Abstention

@@ -466,10 +466,13 @@ class ThreadClock(Struct, frozen=True):
     Attributes:
         time_ns: Unix time of each sample, shape (samples,).
         ran_ns: CPU time of the thread until then, never falling, shape (samples,).
+        waited_ns: How long until then it could have run, but others had the processors; None where
+            that is not recorded.
     """
 
     time_ns: Ints
     ran_ns: Ints
+    waited_ns: Ints | None = None
 
     def bound_cpu_time(self, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
         """Returns the min and max CPU time of the thread between two times, ns.
@@ -508,7 +511,8 @@ def read_thread_clocks(meta: Meta) -> dict[str, ThreadClock]:
 def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:
     """`read_thread_clocks` from a rank's part of capture.json and the path of its trace."""
     table = read_capture_table(capture, path, "thread_cpu") or {}
-    columns = [table.get(name) for name in ("thread", "time_ns", "cpu_ns")]
+    names = ["thread", "time_ns", "cpu_ns", *(["waited_ns"] if "waited_ns" in table else [])]
+    columns = [table.get(name) for name in names]
     lists = [column for column in columns if isinstance(column, list)]
     if len(lists) < len(columns) or len({len(column) for column in lists}) != 1:
         return {}
@@ -516,14 +520,13 @@ def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, 
         isinstance(value, int) and 0 <= value < 1 << 62 for column in lists for value in column
     ):
         return {}
-    thread, time, cpu = (np.array(column, dtype=np.int64) for column in lists)
-    order = np.lexsort((time, thread))
-    thread, time, cpu = thread[order], time[order], cpu[order]
-    bounds = np.flatnonzero(np.diff(thread)) + 1
-    parts = zip(*(np.split(column, bounds) for column in (thread, time, cpu)), strict=True)
+    arrays = [np.array(column, dtype=np.int64) for column in lists]
+    order = np.lexsort((arrays[1], arrays[0]))
+    bounds = np.flatnonzero(np.diff(arrays[0][order])) + 1
+    parts = zip(*(np.split(column[order], bounds) for column in arrays), strict=True)
     return {
-        str(threads[0]): ThreadClock(times, np.maximum.accumulate(cpu_times))
-        for threads, times, cpu_times in parts
+        str(threads[0]): ThreadClock(times, *map(np.maximum.accumulate, spent))
+        for threads, times, *spent in parts
         if threads.size > 1
     }
 
