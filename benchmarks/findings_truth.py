@@ -3,6 +3,7 @@
     python benchmarks/findings_truth.py [made] [real] [--only FAULT] [--repeats 3] [--first]
     python benchmarks/findings_truth.py random [--jobs 100] [--seed 1]
     python benchmarks/findings_truth.py hidden [--jobs 100] [--seed 1]
+    python benchmarks/findings_truth.py sizes [--jobs 20] [--only FAULT]
 
 Made jobs: the saving that the expected finding predicts, against the same job simulated again
 without the fault. Real
@@ -11,7 +12,9 @@ run steps with and without the fault take turns after those that are recorded (s
 `--first` asks for the processor ahead of all others (needs the right to), without which a busy
 machine measures its other work. Random
 jobs: how far changes and findings are off, by kind, against the same jobs simulated again with the change, or without
-what makes a rank late. Hidden: the same where one rank alone was recorded, and its peers were not.
+what makes a rank late. Hidden: the same where one rank alone was recorded, and its peers were not. Sizes: twelve
+faults of random sizes on devices of three vendors, `--jobs` of each, against the job simulated without the fault, and
+ten times as many jobs without one (tests/support/planted_sizes.py); a finding of these is false.
 Prints Markdown.
 """
 
@@ -41,12 +44,14 @@ from traceloom.findings import RULES, Context, Ranked, findings, rank
 from traceloom.graph import Plan, calibrate
 from traceloom.graph.job import join_ranks
 from traceloom.graph.rank import link_rank
+from traceloom.trace.notice import Finding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.jobs import Change, Job, Run
 from support.jobs.at_random import to_change, with_a_late_rank
 from support.jobs.planted import clean_jobs, several_ranks, single_rank
+from support.planted_sizes import PEAK, Job as SizedJob, cases, clean, write
 
 HERE = Path(__file__).parent
 TRIES, ENOUGH = 4, 16  # runs, until one has so many steps that tell what the fault costs
@@ -312,6 +317,33 @@ def _answers(
         yield Answer(text, window, _window(job.run(change), ranks), after, impossible)
 
 
+def sizes(count: int, only: str) -> Iterator[str]:
+    """Place and saving of faults of random sizes, and findings of jobs without one; Markdown."""
+    yield "| fault | devices | jobs | first | off by, p50 | p95 | most |"
+    yield "| --- | --- | --: | --: | --: | --: | --: |"
+    chosen = (case for case in cases(range(count)) if only in ("", case.fault))
+    for (fault, vendor), group in itertools.groupby(chosen, lambda case: (case.fault, case.vendor)):
+        first, errors = 0, []
+        for case in group:
+            time = _found(case.faulty)
+            first += bool(time) and time[0].slug == case.slug
+            told = next(
+                (finding.saving_ns or 0 for finding in time if finding.slug == case.slug), 0
+            )
+            errors.append(abs(told / case.truth_ns() - 1))
+        percentiles = " | ".join(f"{np.percentile(errors, share):.1%}" for share in (50, 95, 100))
+        yield f"| {fault} | {vendor} | {count} | {first} | {percentiles} |"
+    if only in ("", "clean"):
+        false = sum(bool(_found(job)) for job in clean(range(10 * count)))
+        yield f"\n{false} of {10 * count} jobs without a fault have a finding\n"
+
+
+def _found(job: SizedJob) -> tuple[Finding, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        session = traceloom.load(write(job, Path(folder) / "trace.json"), cache=False)
+    return rank(Context.of(session, PEAK), RULES).time
+
+
 def _window(run: Run, ranks: Collection[int]) -> int:
     spans = [span for rank in ranks for span in run.of_rank(rank)]
     return max(span.end for span in spans) - min(span.start for span in spans)
@@ -373,7 +405,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", nargs="*", default=["made", "real"], help="made, real, random, hidden"
+        "what", nargs="*", default=["made", "real"], help="made, real, random, hidden, sizes"
     )
     parser.add_argument("--jobs", type=int, default=100, help="random jobs of each kind")
     parser.add_argument("--seed", type=int, default=1, help="of random jobs")
@@ -385,6 +417,8 @@ def main() -> None:
     for name, lines in (("random", distributions), ("hidden", hidden)):
         for line in lines(arguments.jobs, arguments.seed) if name in arguments.what else ():
             print(line, flush=True)
+    for line in sizes(arguments.jobs, arguments.only) if "sizes" in arguments.what else ():
+        print(line, flush=True)
     if not {"made", "real"} & set(arguments.what):
         return
     print(HEAD)

@@ -31,6 +31,7 @@ _AUTOTUNING_PATTERN = (
 _HOST_WORK_KINDS = (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH)
 # Recording is reported from this ratio of recorded to unrecorded steps on
 _MIN_OVERHEAD_RATIO = 1.05
+_MIN_SLOW_SHARE = 0.05  # of the median step: less is no other kind of step
 _MIN_WAITING_SHARE = 0.2  # of the time in which threads could run
 
 
@@ -237,7 +238,8 @@ def find_slow_steps(context: Context) -> Iterator[Message]:
     if slow_steps is None or slow_steps.steps["limit_ns"].null_count() == slow_steps.steps.height:
         yield Abstention("slow-steps", "fewer than four whole steps were recorded")
         return
-    for row in slow_steps.steps.filter("slow").sort("over_ns", descending=True).head(2).to_dicts():
+    slow = pl.col("slow") & (pl.col("over_ns") >= _MIN_SLOW_SHARE * pl.col("median_ns"))
+    for row in slow_steps.steps.filter(slow).sort("over_ns", descending=True).head(2).to_dicts():
         differences = slow_steps.differences.filter(
             pl.col("step") == row["step"], pl.col("more_ns") > 0
         ).sort("more_ns", descending=True)
