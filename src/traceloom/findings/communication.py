@@ -14,7 +14,7 @@ from traceloom.changes.changes import Change, NodeSelection
 from traceloom.changes.scenario import Scenario
 from traceloom.changes.whatif import whatif_many
 from traceloom.findings.context import Context
-from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.rule import NO_COMMUNICATION, Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.notice import Abstention
@@ -186,12 +186,6 @@ def check_slow_links(context: Context) -> Iterator[Message]:
     """Reports transfers that take longer than elsewhere in the run, or than the link between the
     devices needs.
     """
-    if context.rank_count < 2:
-        yield Abstention(
-            "slow-link",
-            "only one rank was recorded: what is transfer and what is waiting is not known",
-        )
-        return
     for slow in find_slow_links(context):
         rank_list = "; ".join(", ".join(map(str, ranks)) for ranks in slow.ranks[:3])
         rank_list += "; …" if len(slow.ranks) > 3 else ""
@@ -208,7 +202,15 @@ def check_slow_links(context: Context) -> Iterator[Message]:
         )
 
 
-RULES = (FindingRule("slow-link", "a link slower than it should be", check_slow_links),)
+_ONE_SIDE = "only one rank was recorded: what is transfer and what is waiting is not known"
+RULES = (
+    FindingRule(
+        "slow-link",
+        "a link slower than it should be",
+        check_slow_links,
+        ((lambda context: context.rank_count < 2, _ONE_SIDE),),
+    ),
+)
 
 _MAX_SMALL_BYTES = 256 * 1024
 _MIN_CALLS_PER_STEP = 8
@@ -222,12 +224,6 @@ _OVERLAPPABLE_KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 
 def find_exposed_communication(context: Context) -> Iterator[Message]:
     """Reports communication that no compute hides, by kind."""
-    if not context.select_kinds(*graph_schema.COMMUNICATION).any():
-        yield Abstention("exposed-communication", "no communication was recorded")
-        return
-    if not context.has_gpu_work:
-        yield Abstention("exposed-communication", "no GPU work was recorded that could overlap it")
-        return
     rows = context.graph.communication
     links = [change for slow in find_slow_links(context) for change in slow.changes]
     # The waits of a pipeline stage belong to the schedule: see pipeline-bubbles.
@@ -287,9 +283,6 @@ def find_small_collectives(context: Context) -> Iterator[Message]:
         pl.col("in_bytes") > 0,
         pl.col("in_bytes") < _MAX_SMALL_BYTES,
     )
-    if not context.select_kinds(*graph_schema.COMMUNICATION).any():
-        yield Abstention("small-collectives", "no communication was recorded")
-        return
     for (kind,), messages in rows.group_by("kind", maintain_order=True):
         if (
             messages.height < _MIN_CALLS_PER_STEP * max(context.rank_count, 1) * context.step_count
@@ -363,7 +356,20 @@ def build_balanced_exchange(context: Context) -> Change | None:
 
 
 COMMUNICATION_RULES = (
-    FindingRule("exposed-communication", "exposed communication", find_exposed_communication),
-    FindingRule("small-collectives", "many small collectives", find_small_collectives),
+    FindingRule(
+        "exposed-communication",
+        "exposed communication",
+        find_exposed_communication,
+        (
+            NO_COMMUNICATION,
+            (
+                lambda context: not context.has_gpu_work,
+                "no GPU work was recorded that could overlap it",
+            ),
+        ),
+    ),
+    FindingRule(
+        "small-collectives", "many small collectives", find_small_collectives, (NO_COMMUNICATION,)
+    ),
     FindingRule("uneven-exchange", "all-to-alls whose parts are uneven", find_uneven_exchanges),
 )

@@ -17,13 +17,11 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.changes.changes import Change, NodeSelection, Selection
 from traceloom.findings.context import Bools, Context, shorten_name
 from traceloom.findings.host_waits import (
-    OPERATORS_SAMPLED,
     PROGRAM_WAITS,
     compute_min_pause_ns,
     select_time_between_operators,
-    waits_for_requests,
 )
-from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.rule import NO_DEVICE, SAMPLED, Candidate, Condition, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as vocab
@@ -34,7 +32,7 @@ from traceloom.trace.arrays import (
     find_nearest_ancestor,
     get_event_column,
 )
-from traceloom.trace.notice import Abstention, Evidence
+from traceloom.trace.notice import Evidence
 from traceloom.trace.trace import Trace
 
 _MIN_PYTHON_SHARE = 0.15  # of the window
@@ -64,12 +62,6 @@ _MIN_KERNELS_PER_STEP = 20
 
 def find_launch_bound(context: Context) -> Iterator[Message]:
     """Reports kernels that wait for their launches."""
-    if not context.has_gpu_work:
-        yield Abstention("launch-bound", "no GPU work was recorded")
-        return
-    if context.sampled:
-        yield Abstention("launch-bound", OPERATORS_SAMPLED)
-        return
     late = _select_late_gaps(context)
     idle = int(late["duration_ns"].sum())
     if idle < _MIN_GAP_SHARE * context.ranks_ns:
@@ -248,18 +240,6 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
 
 def find_python_bound(context: Context) -> Iterator[Message]:
     """Reports Python between operators that delays the step."""
-    if (
-        not context.select_kinds(graph_schema.HOST).any()
-        or not (context.graph.nodes["category"] == vocab.OP).any()
-    ):
-        yield Abstention("python-bound", "no operators were recorded: what the host did is unknown")
-        return
-    if waits_for_requests(context):
-        yield Abstention("python-bound", PROGRAM_WAITS)
-        return
-    if context.sampled:
-        yield Abstention("python-bound", OPERATORS_SAMPLED)
-        return
     loops, calls = find_loops(context)
     if (
         context.work_ns(
@@ -334,9 +314,26 @@ def find_small_kernels(context: Context) -> Iterator[Message]:
     )
 
 
+_NO_OPERATORS: Condition = (
+    lambda context: (
+        not context.select_kinds(graph_schema.HOST).any()
+        or not (context.graph.nodes["category"] == vocab.OP).any()
+    ),
+    "no operators were recorded: what the host did is unknown",
+)
 RULES = (
-    FindingRule("launch-bound", "launches come too late for the GPU", find_launch_bound),
-    FindingRule("python-bound", "Python between operators decides the step", find_python_bound),
+    FindingRule(
+        "launch-bound",
+        "launches come too late for the GPU",
+        find_launch_bound,
+        (NO_DEVICE, SAMPLED),
+    ),
+    FindingRule(
+        "python-bound",
+        "Python between operators decides the step",
+        find_python_bound,
+        (_NO_OPERATORS, PROGRAM_WAITS, SAMPLED),
+    ),
     FindingRule("small-kernels", "many small kernels that could be one", find_small_kernels),
 )
 
@@ -369,11 +366,6 @@ _BESIDE_THE_MODEL_PATTERN = (
 
 def find_host_copies(context: Context) -> Iterator[Message]:
     """Reports copies that the program makes itself."""
-    if context.has_gpu_work:
-        yield Abstention(
-            "host-copies", "the device computes: see device-copies and needless-copies"
-        )
-        return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     count, name_times = 0, pl.DataFrame()
     for trace in context.traces:
@@ -471,11 +463,6 @@ def find_loader_events(trace: Trace) -> pl.Series:
 
 def find_tiny_operators(context: Context) -> Iterator[Message]:
     """Reports the same few small operators, repeated many times."""
-    if context.has_gpu_work:
-        yield Abstention(
-            "tiny-operators", "the device computes: see launch-bound and small-kernels"
-        )
-        return
     in_loops, _ = find_loops(context)
     nodes = context.graph.nodes
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
@@ -572,9 +559,6 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
     With a device: those that launch nothing, whatever they are. Without one only what the model is
     not made of: orders, running sums, random numbers, and float64 beside products of other types.
     """
-    if context.sampled:
-        yield Abstention("host-operator", OPERATORS_SAMPLED)
-        return
     nodes, on_device = context.graph.nodes, context.has_gpu_work
     names = nodes["name"].cast(pl.String).fill_null("")
     own = (
@@ -618,7 +602,7 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
         listed = " and ".join(shorten_name(name) for name in largest["name"])
         yield Candidate(
             title=f"{listed} {'take' if largest.height > 1 else 'takes'} {context.format_time_per_step(ns)} of the "
-            f"{context.unit if context.steps else 'window'} on the host{context.rank_sum_suffix}"
+            f"{context.unit} on the host{context.rank_sum_suffix}"
             + (
                 ", in float64"
                 if is_double
@@ -639,12 +623,31 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
         )
 
 
+def _see_instead(rules: str) -> Condition:
+    return (lambda context: context.has_gpu_work), f"the device computes: see {rules}"
+
+
+_NO_STEPS: Condition = (
+    lambda context: context.steps is None,
+    "without steps nobody knows what is done once and what again and again",
+)
 HOST_OPERATORS_RULES = (
     FindingRule(
         "host-operator",
         "operators on the host that take much of the step",
         find_dominating_operators,
+        (SAMPLED, _NO_STEPS),
     ),
-    FindingRule("host-copies", "copies of tensors on the host", find_host_copies),
-    FindingRule("tiny-operators", "many tiny operators on the host", find_tiny_operators),
+    FindingRule(
+        "host-copies",
+        "copies of tensors on the host",
+        find_host_copies,
+        (_see_instead("device-copies and needless-copies"),),
+    ),
+    FindingRule(
+        "tiny-operators",
+        "many tiny operators on the host",
+        find_tiny_operators,
+        (_see_instead("launch-bound and small-kernels"),),
+    ),
 )

@@ -34,7 +34,7 @@ from traceloom.findings.context import (
     get_outermost_operator,
     shorten_name,
 )
-from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.rule import NO_DEVICE, SAMPLED, Candidate, Condition, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace import vocabulary as vocab
@@ -58,20 +58,10 @@ _ACCUMULATE_GRAD = "AccumulateGrad"  # runs on the main thread, too
 _BACKWARD_NOT_RECORDED = (
     "what the host waits for in the backward pass was not recorded: the operators of another thread"
 )
-OPERATORS_SAMPLED = (
-    "most operators were left out of the file: nobody knows what lies between those in it"
-)
-PROGRAM_WAITS = "the program waits most of the time, for requests or for something that was not recorded: that costs nothing"
 
 
 def find_pauses(context: Context) -> Iterator[Message]:
     """Reports long intervals in which the host does one other thing: a pause, a write, a log."""
-    if waits_for_requests(context):
-        yield Abstention("host-pause", PROGRAM_WAITS)
-        return
-    if context.sampled:
-        yield Abstention("host-pause", OPERATORS_SAMPLED)
-        return
     python = select_time_between_operators(context)
     work = context.graph.nodes["work_ns"].to_numpy()
     long = python & (work >= compute_min_pause_ns(context))
@@ -189,7 +179,18 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     )
 
 
-RULES = (FindingRule("host-pause", "the host does something else for long", find_pauses),)
+PROGRAM_WAITS: Condition = (
+    waits_for_requests,
+    "the program waits most of the time, for requests or for something that was not recorded: that costs nothing",
+)
+RULES = (
+    FindingRule(
+        "host-pause",
+        "the host does something else for long",
+        find_pauses,
+        (PROGRAM_WAITS, SAMPLED),
+    ),
+)
 
 _KINDS = {
     "item": ("blocking-item", "reading values (`.item()`, `float(tensor)`, `if tensor:`)"),
@@ -256,9 +257,6 @@ class _WaitingSite:
 
 def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
     """Yields one candidate per place in the code."""
-    if not context.has_gpu_work:
-        yield Abstention(slug, "no GPU work was recorded")
-        return
     kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
     waiting: dict[tuple[str, str], _WaitingSite] = {}
     for trace, row, site_calls in context.ask(context, _list_waiting_sites):
@@ -345,7 +343,8 @@ def _list_waiting_sites(context: Context) -> list[tuple[Trace, dict[str, Any], p
 
 
 SYNCHRONISATION_RULES = tuple(
-    FindingRule(slug, title, partial(_find_blocking_calls, slug)) for slug, title in _TITLES.items()
+    FindingRule(slug, title, partial(_find_blocking_calls, slug), (NO_DEVICE,))
+    for slug, title in _TITLES.items()
 )
 
 _ASSUMED_WORKERS = 4

@@ -17,7 +17,7 @@ from traceloom.analyze.names import build_vocabulary
 from traceloom.analyze.steps import find_step_spans
 from traceloom.changes.changes import Change, NodeSelection, match_node_names
 from traceloom.findings.context import Context, shorten_name
-from traceloom.findings.rule import Candidate, FindingRule, Message, Remark
+from traceloom.findings.rule import NO_HOST, Candidate, FindingRule, Message, Remark
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.arrays import gather_rows
@@ -57,7 +57,6 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
         for gap_start_ns, gap_ns in gaps.select(shifted, "duration_ns").iter_rows():
             mask |= on_host & is_rank & (start <= gap_start_ns) & (end >= gap_start_ns + gap_ns)
     if not mask.any():
-        yield from _report_unrecorded_host(context, "garbage-collection")
         return
     yield Candidate(
         title=f"Python collects garbage for {units.format_duration(context.work_ns(mask))} in {context.where}"
@@ -68,11 +67,6 @@ def find_garbage_collections(context: Context) -> Iterator[Message]:
         "every N steps, on all ranks in the same step.",
         evidence=context.evidence(mask),
     )
-
-
-def _report_unrecorded_host(context: Context, slug: str) -> Iterator[Abstention]:
-    if not context.select_kinds(graph_schema.HOST).any():
-        yield Abstention(slug, "nothing was recorded of the host")
 
 
 def find_compilations(context: Context) -> Iterator[Message]:
@@ -87,7 +81,6 @@ def find_compilations(context: Context) -> Iterator[Message]:
         int(compilations_in_step["recompile"].sum()),
     )
     if not mask.any():
-        yield from _report_unrecorded_host(context, "compiling")
         return
     recompiled_text = (
         f", {units.format_count(recompilation_count)} of them again" if recompilation_count else ""
@@ -118,7 +111,6 @@ def find_autotuning(context: Context) -> Iterator[Message]:
             host = rows.filter(pl.col("launch").is_null())
             mask |= context.below(trace, host["event"])
     if not mask.any():
-        yield from _report_unrecorded_host(context, "autotuning")
         return
     yield Candidate(
         title=f"kernels are tried out (autotuning) in {context.where}: {units.format_duration(context.work_ns(mask))}"
@@ -204,12 +196,7 @@ def check_processors(context: Context) -> Iterator[Message]:
 
 def check_recording_overhead(context: Context) -> Iterator[Message]:
     """Reports recording that makes steps longer, so that host times in the trace are too long."""
-    ratio = context.host_ratio
-    if ratio is None:
-        yield Abstention(
-            "profiler-overhead", "unrecorded steps were not measured (traceloom record does)"
-        )
-        return
+    ratio = context.host_ratio or 1.0
     if ratio < _MIN_OVERHEAD_RATIO:
         return
     yield Remark(
@@ -268,12 +255,25 @@ def find_slow_steps(context: Context) -> Iterator[Message]:
 
 RULES = (
     FindingRule(
-        "garbage-collection", "Python collects garbage in the step", find_garbage_collections
+        "garbage-collection",
+        "Python collects garbage in the step",
+        find_garbage_collections,
+        (NO_HOST,),
     ),
-    FindingRule("compiling", "compilation in the step", find_compilations),
-    FindingRule("autotuning", "kernels are tried out in the step", find_autotuning),
+    FindingRule("compiling", "compilation in the step", find_compilations, (NO_HOST,)),
+    FindingRule("autotuning", "kernels are tried out in the step", find_autotuning, (NO_HOST,)),
     FindingRule("graph-breaks", "compiled regions fall apart", find_graph_breaks),
     FindingRule("overloaded-host", "other programs had the processors", check_processors),
-    FindingRule("profiler-overhead", "recording distorts what it shows", check_recording_overhead),
+    FindingRule(
+        "profiler-overhead",
+        "recording distorts what it shows",
+        check_recording_overhead,
+        (
+            (
+                lambda context: context.host_ratio is None,
+                "unrecorded steps were not measured (traceloom record does)",
+            ),
+        ),
+    ),
     FindingRule("slow-steps", "steps beyond the spread of the others", find_slow_steps),
 )

@@ -19,7 +19,7 @@ from traceloom.analyze.kernel_rules import classify_matrix_units
 from traceloom.analyze.roofline import select_modelled_work
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Bools, Context, shorten_name
-from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.rule import NO_DEVICE, Candidate, FindingRule, Message
 from traceloom.findings.vendors import CUDA
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
@@ -136,9 +136,6 @@ def _compute_time_factor(reached: float) -> float:
 
 def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
     """Reports matrix products in half precision with sizes that are no multiples of 8."""
-    if not context.has_gpu_work:
-        yield Abstention("unaligned-matmul", "no GPU work was recorded")
-        return
     unaligned, _, checked = context.ask(context, _find_slow_matmuls)
     if not checked:
         yield Abstention("unaligned-matmul", "shapes and types of inputs were not recorded")
@@ -165,9 +162,6 @@ def find_unaligned_matmuls(context: Context) -> Iterator[Message]:
 
 def find_unused_matrix_units(context: Context) -> Iterator[Message]:
     """Reports matrix products on scalar units."""
-    if not context.has_gpu_work:
-        yield Abstention("matrix-units-unused", "no GPU work was recorded")
-        return
     _, unused, _ = context.ask(context, _find_slow_matmuls)
     if context.work_ns(unused) < _MIN_SHARE * context.ranks_ns:
         return
@@ -201,9 +195,6 @@ def find_unused_matrix_units(context: Context) -> Iterator[Message]:
 
 def find_low_roofline(context: Context) -> Iterator[Message]:
     """Reports modelled operators far below what the device can do, that no other rule explains."""
-    if not context.has_gpu_work:
-        yield Abstention("low-roofline", "no GPU work was recorded")
-        return
     unaligned, unused, _ = context.ask(context, _find_slow_matmuls)
     work, nodes = (
         context.ask(context, _collect_modelled_work),
@@ -318,11 +309,18 @@ def _select_slow_kernels(trace: Trace) -> pl.DataFrame:
 
 
 RULES = (
-    FindingRule("unaligned-matmul", "matrix products of odd sizes", find_unaligned_matmuls),
     FindingRule(
-        "matrix-units-unused", "matrix products without tensor cores", find_unused_matrix_units
+        "unaligned-matmul", "matrix products of odd sizes", find_unaligned_matmuls, (NO_DEVICE,)
     ),
-    FindingRule("low-roofline", "operators far below the device's roofline", find_low_roofline),
+    FindingRule(
+        "matrix-units-unused",
+        "matrix products without tensor cores",
+        find_unused_matrix_units,
+        (NO_DEVICE,),
+    ),
+    FindingRule(
+        "low-roofline", "operators far below the device's roofline", find_low_roofline, (NO_DEVICE,)
+    ),
     FindingRule(
         "slow-kernels", "kernels slower than the same kernels elsewhere", find_slow_kernels
     ),

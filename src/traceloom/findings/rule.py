@@ -14,6 +14,7 @@ from msgspec import Struct
 from traceloom.analyze.host_events import FRAME_TIME_SCHEMA, measure_frame_time, parse_frame_places
 from traceloom.changes.changes import Change
 from traceloom.findings.context import Context, shorten_name
+from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.notice import Abstention, Evidence, Finding, HotFrame
 
@@ -91,6 +92,32 @@ class Remark(Struct, frozen=True):
 Message = Candidate | MemoryCandidate | Remark | Abstention
 
 
+Condition = tuple[Callable[[Context], bool], str]
+"""When a rule cannot decide, and why."""
+
+NO_DEVICE: Condition = (lambda context: not context.has_gpu_work, "no GPU work was recorded")
+SAMPLED: Condition = (
+    lambda context: context.sampled,
+    "most operators were left out of the file: nobody knows what lies between those in it",
+)
+ONE_RANK: Condition = (
+    lambda context: context.rank_count < 2 or context.rank_comparison is None,
+    "only one rank was recorded",
+)
+NEVER_MEET: Condition = (
+    lambda context: not context.meeting,
+    "the ranks share no communication, so none waits for another",
+)
+NO_COMMUNICATION: Condition = (
+    lambda context: not context.select_kinds(*graph_schema.COMMUNICATION).any(),
+    "no communication was recorded",
+)
+NO_HOST: Condition = (
+    lambda context: not context.select_kinds(graph_schema.HOST).any(),
+    "nothing was recorded of the host",
+)
+
+
 class FindingRule(Struct, frozen=True):
     """One rule; its page is docs/findings/SLUG.md.
 
@@ -98,11 +125,20 @@ class FindingRule(Struct, frozen=True):
         slug: Stable name.
         title: What it looks for, in a few words.
         find: Context -> candidates, or an abstention; nothing where all is well.
+        unless: Where it abstains; the first that holds counts.
     """
 
     slug: str
     title: str
     find: Callable[[Context], Iterable[Message]]
+    unless: tuple[Condition, ...] = ()
+
+    def look(self, context: Context) -> Iterable[Message]:
+        """Returns what the rule says of the steps."""
+        for holds, reason in self.unless:
+            if holds(context):
+                return (Abstention(self.slug, reason),)
+        return self.find(context)
 
 
 MAX_FRAMES = 3

@@ -16,14 +16,13 @@ from traceloom.changes.scenario import Scenario, find_first_starts
 from traceloom.changes.whatif import whatif_many
 from traceloom.findings.communication import build_balanced_exchange
 from traceloom.findings.context import Bools, Context
-from traceloom.findings.rule import Candidate, FindingRule, Message
+from traceloom.findings.rule import NEVER_MEET, ONE_RANK, Candidate, FindingRule, Message
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
 
 _MAX_RANKS = 4
-_NO_SHARED_COMMUNICATION = "the ranks share no communication, so none waits for another"
 _MIN_IMBALANCE = 1.05
 _WORK_KINDS = (
     graph_schema.HOST,
@@ -51,12 +50,7 @@ _MEASURES = {
 
 def find_stragglers(context: Context) -> Iterator[Message]:
     """Reports ranks that begin late or work longer than the median."""
-    if context.rank_count < 2 or context.rank_comparison is None:
-        yield Abstention("straggler", "only one rank was recorded")
-        return
-    if not context.meeting:
-        yield Abstention("straggler", _NO_SHARED_COMMUNICATION)
-        return
+    assert context.rank_comparison is not None
     # Collectives of the step at which others waited, with the rank and cause at the end of the
     # chain of reasons.
     roots = context.rank_comparison.collectives.filter(
@@ -198,17 +192,6 @@ def find_compute_imbalance(context: Context) -> Iterator[Message]:
     """Reports ranks that compute for different lengths of time."""
     selection = Selection("kernels")
     mask = selection.nodes(context.graph)
-    if context.rank_count < 2 or not mask.any():
-        yield Abstention("compute-imbalance", "it takes at least two ranks with GPU work")
-        return
-    if context.is_pipeline:
-        yield Abstention(
-            "compute-imbalance", "stages of a pipeline do different work: see pipeline-bubbles"
-        )
-        return
-    if not context.meeting:
-        yield Abstention("compute-imbalance", _NO_SHARED_COMMUNICATION)
-        return
     worst = _find_busiest_rank(context, mask)
     if worst is None:
         return
@@ -252,12 +235,6 @@ def _select_uneven_measures(context: Context) -> pl.DataFrame:
 
 def find_shard_imbalance(context: Context) -> Iterator[Message]:
     """Reports embedding tables that are spread unevenly."""
-    if context.rank_count < 2:
-        yield Abstention("shard-imbalance", "only one rank was recorded")
-        return
-    if not context.meeting:
-        yield Abstention("shard-imbalance", _NO_SHARED_COMMUNICATION)
-        return
     work = concatenate_by_trace(classify_kinds(trace) for trace in context.traces)
     mask = context.select_nodes_of_stacked_events(
         work.filter(pl.col("kind") == "embedding")
@@ -276,11 +253,33 @@ def find_shard_imbalance(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("straggler", "a rank or host makes the others wait", find_stragglers),
     FindingRule(
-        "compute-imbalance", "ranks compute for different lengths of time", find_compute_imbalance
+        "straggler", "a rank or host makes the others wait", find_stragglers, (ONE_RANK, NEVER_MEET)
     ),
-    FindingRule("shard-imbalance", "embedding tables are spread unevenly", find_shard_imbalance),
+    FindingRule(
+        "compute-imbalance",
+        "ranks compute for different lengths of time",
+        find_compute_imbalance,
+        (
+            (
+                lambda context: (
+                    context.rank_count < 2 or not Selection("kernels").nodes(context.graph).any()
+                ),
+                "it takes at least two ranks with GPU work",
+            ),
+            (
+                lambda context: context.is_pipeline,
+                "stages of a pipeline do different work: see pipeline-bubbles",
+            ),
+            NEVER_MEET,
+        ),
+    ),
+    FindingRule(
+        "shard-imbalance",
+        "embedding tables are spread unevenly",
+        find_shard_imbalance,
+        (ONE_RANK, NEVER_MEET),
+    ),
 )
 
 _MIN_BUBBLE_SHARE = 0.05  # of a stage's window
@@ -296,9 +295,7 @@ _MICROBATCHES_PER_STAGE = 4
 
 def find_pipeline_bubbles(context: Context) -> Iterator[Message]:
     """Reports stages that wait for each other at the beginning and end of each step."""
-    if context.rank_comparison is None:
-        yield Abstention("pipeline-bubbles", "only one rank was recorded")
-        return
+    assert context.rank_comparison is not None
     rows = context.in_step(context.rank_comparison.pipeline.steps)
     if not rows.height:
         messages = pl.col("kind").is_in(["send", "receive"])
@@ -406,6 +403,9 @@ def _estimate_better_schedule(context: Context, rows: pl.DataFrame) -> tuple[flo
 
 PIPELINE_RULES = (
     FindingRule(
-        "pipeline-bubbles", "stages of a pipeline wait for each other", find_pipeline_bubbles
+        "pipeline-bubbles",
+        "stages of a pipeline wait for each other",
+        find_pipeline_bubbles,
+        (ONE_RANK,),
     ),
 )

@@ -11,7 +11,14 @@ import polars as pl
 from traceloom.analyze.memory_snapshot import describe_sites
 from traceloom.changes.changes import Change, NodeSelection
 from traceloom.findings.context import Context, shorten_name
-from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message
+from traceloom.findings.rule import (
+    NO_DEVICE,
+    Candidate,
+    Condition,
+    FindingRule,
+    MemoryCandidate,
+    Message,
+)
 from traceloom.graph import graph as graph_schema
 from traceloom.system import units
 from traceloom.trace.batch import concatenate_by_trace
@@ -43,10 +50,6 @@ def _select_host_device_copies(context: Context) -> pl.DataFrame:
 
 def find_round_trip_copies(context: Context) -> Iterator[Message]:
     """Reports bytes that go to the host and come back."""
-    if not context.select_kinds(graph_schema.COPY).any():
-        if not context.has_gpu_work:
-            yield Abstention("needless-copies", "no GPU work was recorded")
-        return
     mask = np.zeros(context.graph.nodes.height, dtype=np.bool_)
     pairs = 0
     copies = context.in_step(_select_host_device_copies(context))
@@ -138,7 +141,12 @@ def find_exposed_copies(context: Context) -> Iterator[Message]:
 
 
 RULES = (
-    FindingRule("needless-copies", "data goes to the host and comes back", find_round_trip_copies),
+    FindingRule(
+        "needless-copies",
+        "data goes to the host and comes back",
+        find_round_trip_copies,
+        (NO_DEVICE,),
+    ),
     FindingRule("device-copies", "copies from the device to itself", find_device_copies),
     FindingRule("exposed-copies", "copies not overlapped by compute", find_exposed_copies),
 )
@@ -148,7 +156,10 @@ _NEARLY_FULL_SHARE = 0.9  # of the device
 _MIN_GROWTH_BYTES = 10_000
 _MIN_SITE_BYTES = 1_000  # of these, of one place
 _ORDINALS = {2: "second", 3: "third"}
-_NOT_RECORDED = "allocations were not recorded"
+_NOT_RECORDED: Condition = (
+    lambda context: not context.allocations,
+    "allocations were not recorded",
+)
 _MIN_FRAGMENTED_SHARE = 0.25  # of what is reserved, unused at the peak
 
 
@@ -190,7 +201,7 @@ def _find_process_growth(context: Context) -> Iterator[Message]:
                 found.append((growth, place, trace.rank))
                 break
     if not found:
-        yield Abstention("memory-growth", _NOT_RECORDED)
+        yield Abstention("memory-growth", _NOT_RECORDED[1])
         return
     growth, place, rank = max(found, key=lambda item: item[0].bytes_per_step)
     per_step = units.format_size(growth.bytes_per_step)
@@ -224,8 +235,6 @@ def _find_highest_peaks(context: Context) -> Iterator[tuple[Trace, dict[str, Any
 
 def find_fragmentation(context: Context) -> Iterator[Message]:
     """Reports memory that the allocator holds and cannot give out."""
-    if not context.allocations:
-        yield Abstention("memory-fragmentation", _NOT_RECORDED)
     for trace, row in _find_highest_peaks(context):
         if row["reserved_at_peak_bytes"] is not None:
             spare = row["reserved_at_peak_bytes"] - row["peak_bytes"]
@@ -244,8 +253,6 @@ def find_fragmentation(context: Context) -> Iterator[Message]:
 
 def find_nearly_full_memory(context: Context) -> Iterator[Message]:
     """Reports a device that is nearly full."""
-    if not context.allocations:
-        yield Abstention("memory-nearly-full", _NOT_RECORDED)
     for trace, row in _find_highest_peaks(context):
         sizes = {
             d.get("device"): d.get("memory_bytes")
@@ -267,6 +274,16 @@ def find_nearly_full_memory(context: Context) -> Iterator[Message]:
 
 MEMORY_RULES = (
     FindingRule("memory-growth", "memory grows with every step", find_memory_growth),
-    FindingRule("memory-fragmentation", "reserved memory that is not used", find_fragmentation),
-    FindingRule("memory-nearly-full", "a device that is nearly full", find_nearly_full_memory),
+    FindingRule(
+        "memory-fragmentation",
+        "reserved memory that is not used",
+        find_fragmentation,
+        (_NOT_RECORDED,),
+    ),
+    FindingRule(
+        "memory-nearly-full",
+        "a device that is nearly full",
+        find_nearly_full_memory,
+        (_NOT_RECORDED,),
+    ),
 )
