@@ -65,10 +65,12 @@ def test_a_step_that_loads_saves_what_workers_take_over(
     us: float, name: str, saves_us: float
 ) -> None:
     finding = only("data-starved", loading(us, name))
-    assert finding.title == f"the step waits {us / 1000:.2f} ms for data"
+    beside = ", which 4 workers would make beside it" if name == LOADER else ""
+    assert finding.title == f"the step waits {us / 1000:.2f} ms for data{beside}"
     assert finding.saving_ns == pytest.approx(saves_us * US, abs=10)
     assert "num_workers" in finding.advice
     assert ("beside the step" in finding.advice) == (name == LOADER)
+    assert ("assumes 4 workers" in finding.advice) == (name == LOADER)
 
 
 def test_a_loader_that_is_waited_for_in_another_step_is_none_of_this_one() -> None:
