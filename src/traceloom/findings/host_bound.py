@@ -357,6 +357,7 @@ _MIN_DOMINATING_SHARE = 0.1  # of the step; without a device twice as much
 _MIN_DOMINATING_NS = 100_000  # the mean of their times: many short ones are launches, or tiny
 _MAX_ASLEEP_SHARE = 0.2  # of an operator's time: it waits
 _NOT_ITSELF_PATTERN = rf"{_OWN_COPIES_PATTERN}|^autograd::engine|^c10d::|record_param_comms"
+_MIN_CALLS, _INITIAL_PATTERN = 3, r"normal|uniform|random|fill_|zero_"
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::convolution")
 _BESIDE_THE_MODEL_PATTERN = (
     r"^aten::(?:_?sort|argsort|topk|kthvalue|median|_?unique|msort|cum|logcumsum|_?linalg|cdist|_cdist|_?fft"
@@ -591,6 +592,11 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
             on_device or is_double or re.search(_BESIDE_THE_MODEL_PATTERN, what_name)
         ):
             continue
+        # Without steps: what is done once, or is how a model begins, does not come again
+        if context.steps is None and (
+            len(group_nodes) < _MIN_CALLS or re.search(_INITIAL_PATTERN, what_name)
+        ):
+            continue
         mask = np.zeros(nodes.height, dtype=np.bool_)
         mask[group_nodes] = True
         largest = (
@@ -602,7 +608,7 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
         listed = " and ".join(shorten_name(name) for name in largest["name"])
         yield Candidate(
             title=f"{listed} {'take' if largest.height > 1 else 'takes'} {context.format_time_per_step(ns)} of the "
-            f"{context.unit} on the host{context.rank_sum_suffix}"
+            f"{context.unit if context.steps else 'window'} on the host{context.rank_sum_suffix}"
             + (
                 ", in float64"
                 if is_double
@@ -627,16 +633,12 @@ def _see_instead(rules: str) -> Condition:
     return (lambda context: context.has_gpu_work), f"the device computes: see {rules}"
 
 
-_NO_STEPS: Condition = (
-    lambda context: context.steps is None,
-    "without steps nobody knows what is done once and what again and again",
-)
 HOST_OPERATORS_RULES = (
     FindingRule(
         "host-operator",
         "operators on the host that take much of the step",
         find_dominating_operators,
-        (SAMPLED, _NO_STEPS),
+        (SAMPLED,),
     ),
     FindingRule(
         "host-copies",
