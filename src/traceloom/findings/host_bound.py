@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.ancestry import build_forest
 from traceloom.analyze.data_loading import find_loader_calls
 from traceloom.analyze.intervals import find_overlaps, merge_intervals
 from traceloom.analyze.names import build_vocabulary
@@ -240,7 +241,7 @@ def find_loops(context: Context) -> tuple[Bools, dict[str, int]]:
 
 def find_python_bound(context: Context) -> Iterator[Message]:
     """Reports Python between operators that delays the step."""
-    loops, calls = find_loops(context)
+    loops, calls = context.ask(context, find_loops)
     if (
         context.work_ns(
             loops & ~context.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
@@ -453,18 +454,16 @@ def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
 
 
 def find_loader_events(trace: Trace) -> pl.Series:
-    """Returns the events that make a batch."""
-    loading = np.zeros(trace.events.height, dtype=np.bool_)
-    loading[find_loader_calls(trace)] = True
-    parent = get_event_column(trace, "parent", NO_ROW)
-    return trace.events["event"].filter(
-        pl.Series(_is_inside_marked(parent, loading, np.arange(parent.size)))
-    )
+    """Returns the host events that make a batch, with the calls of the loader themselves."""
+    tree = build_forest(trace)
+    loading = np.zeros(tree.row.size, dtype=np.bool_)
+    loading[tree.position[find_loader_calls(trace)]] = True
+    return pl.Series(tree.row[tree.outermost_or_self(loading) >= 0], dtype=pl.UInt32)
 
 
 def find_tiny_operators(context: Context) -> Iterator[Message]:
     """Reports the same few small operators, repeated many times."""
-    in_loops, _ = find_loops(context)
+    in_loops, _ = context.ask(context, find_loops)
     nodes = context.graph.nodes
     start, lane = nodes["start_ns"].to_numpy(), nodes["lane"].fill_null(-1).to_numpy()
     host = context.select_kinds(*_HOST_KINDS) & ~in_loops
@@ -568,7 +567,7 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
         .fill_null(value=False)
         .to_numpy()
     )
-    in_loops, _ = find_loops(context)
+    in_loops, _ = context.ask(context, find_loops)
     own &= ~in_loops & ~context.select_sleeping_nodes(own, _MAX_ASLEEP_SHARE)
     double = np.zeros(nodes.height, dtype=np.bool_)
     for trace in context.traces:

@@ -185,8 +185,8 @@ def check_processors(context: Context) -> Iterator[Message]:
     waited, ran = (int(sum(times)) for times in zip(*spent, strict=True))
     if waited >= _MIN_WAITING_SHARE * (waited + ran) and waited + ran > 0:
         yield Remark(
-            title=f"the machine is overloaded: for {units.format_share(waited, waited + ran)} of the time in which the "
-            "program's threads could have run they waited for a processor; these times are not the program's",
+            title=f"the program's threads waited for a processor {units.format_share(waited, waited + ran)} of the time that "
+            "they could have run: these times are not the program's own",
             confidence=0.9,
             advice="Record again on a machine where nothing else runs, or with fewer threads (OMP_NUM_THREADS) than it "
             "has processors.",
