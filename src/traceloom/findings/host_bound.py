@@ -588,7 +588,8 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
         is_double = what_name == "float64"
         share = _MIN_DOMINATING_SHARE if on_device or is_double else 2 * _MIN_DOMINATING_SHARE
         if ns < max(share * context.ranks_ns, _MIN_DOMINATING_NS * len(group_nodes)) or not (
-            on_device or is_double or re.search(_BESIDE_THE_MODEL_PATTERN, what_name)
+            is_double
+            or re.search(r"^aten::" if on_device else _BESIDE_THE_MODEL_PATTERN, what_name)
         ):
             continue
         # Without steps: what is done once, or is how a model begins, does not come again
