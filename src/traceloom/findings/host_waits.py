@@ -288,35 +288,43 @@ def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
         if not site.nodes.any():
             continue
         label = f"{site.call} at {site.where}" if site.where != site.call else site.call
+        note, advice = f", at {site.where}", _ADVICE[slug]
         if slug == "device-allocation":
             label = "calls that take or give back memory of the device"
+            note, advice = _describe_allocations(context, site)
+        elif site.where == site.call:
+            note = f" ({site.call})"
         selection = NodeSelection(label, site.nodes, "syncs")
         pageable = (
             " from or to pageable memory" if site.pageable and slug == "blocking-copy" else ""
         )
-        site_note = f", at {site.where}" if site.where != site.call else f" ({site.call})"
-        allocations = site.calls - site.frees
-        launch_count = int(context.own(context.select_kinds(graph_schema.LAUNCH)).sum())
-        uncached = (
-            allocations >= _MIN_ALLOCATIONS * context.step_count * max(context.rank_count, 1)
-            and site.frees >= _MIN_FREED_SHARE * allocations
-            and allocations >= _MIN_ALLOCATED_SHARE * launch_count
-        )
-        if slug == "device-allocation":
-            share = site.blocked_ns / max(context.ranks_ns, 1)
-            site_note = f" ({units.format_share(share, 1)}), in {context.many(site.calls, 'call')}"
-            site_note += (
-                ": the caching allocator is off" if uncached else f", first at {site.where}"
-            )
         removal = (Change("remove", selection),) if slug in _REMOVABLE_CALLS else ()
         yield Candidate(
             title=f"{_KINDS[site.kind][1]}{pageable} holds the host {context.format_time_per_step(site.blocked_ns)}"
-            f"{context.rank_sum_suffix}{site_note}",
+            f"{context.rank_sum_suffix}{note}",
             changes=(Change("drop", selection), *removal),
             confidence=0.4 if slug in _REMOVABLE_CALLS and context.steps is None else 0.7,
-            advice=_NO_CACHING if uncached and slug == "device-allocation" else _ADVICE[slug],
+            advice=advice,
             evidence=tuple(sorted(site.evidence, key=lambda seen: -(seen.duration_ns or 0))[:4]),
         )
+
+
+def _describe_allocations(context: Context, site: _WaitingSite) -> tuple[str, str]:
+    """Returns the share and the number of calls that take memory or give it back, and the advice,
+    with whether there is a caching allocator.
+    """
+    allocations = site.calls - site.frees
+    launch_count = int(context.own(context.select_kinds(graph_schema.LAUNCH)).sum())
+    uncached = (
+        allocations >= _MIN_ALLOCATIONS * context.step_count * max(context.rank_count, 1)
+        and site.frees >= _MIN_FREED_SHARE * allocations
+        and allocations >= _MIN_ALLOCATED_SHARE * launch_count
+    )
+    share = units.format_share(site.blocked_ns, context.ranks_ns)
+    note = f" ({share}), in {context.many(site.calls, 'call')}"
+    if uncached:
+        return f"{note}: the caching allocator is off", _NO_CACHING
+    return f"{note}, first at {site.where}", _ADVICE["device-allocation"]
 
 
 def _list_waiting_sites(context: Context) -> list[tuple[Trace, dict[str, Any], pl.DataFrame]]:
