@@ -233,7 +233,8 @@ def find_low_roofline(context: Context) -> Iterator[Message]:
         )
     if not work.height:
         yield Abstention(
-            "low-roofline", "the device's peaks are unknown, or shapes were not recorded"
+            "low-roofline",
+            "the device's peaks are unknown (--device NAME gives them), or shapes were not recorded",
         )
 
 
