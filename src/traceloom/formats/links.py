@@ -89,10 +89,10 @@ def find_uncorrelated_launches(
     """
     arrows = flows.filter(pl.col("kind") == "launch").drop_nulls(["source", "target"])
     source = arrows["source"].to_numpy().astype(np.int64)
-    from_call = is_launch[source]
+    from_call = np.asarray(is_launch[source])
     launch = find_first_rows(arrows["target"].to_numpy()[from_call], source[from_call], work)
     numbered = [
-        pl.DataFrame({"row": rows, "external": external[rows]})
+        pl.DataFrame({"row": np.asarray(rows), "external": np.asarray(external[rows])})
         .filter(pl.col("external") != NULL)
         .with_columns(nth=pl.int_range(pl.len()).over("external"))
         .sort("nth")
