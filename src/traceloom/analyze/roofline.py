@@ -230,7 +230,7 @@ def _compute_roofline(
         )
         .agg(pl.len().alias("count"), pl.col("ns").sum().alias("total_ns"))
         .join(whole, on=TRACE_COLUMN)
-        .with_columns(fraction=pl.col("total_ns") / pl.col("whole").clip(1))
+        .with_columns(fraction=divide_by_trace_total(pl.col("total_ns"), pl.col("whole").clip(1)))
         .sort(TRACE_COLUMN, "total_ns", "name", "reason", descending=[False, True, False, False])
     )
     out = []
