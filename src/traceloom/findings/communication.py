@@ -272,7 +272,6 @@ def find_exposed_communication(context: Context) -> Iterator[Message]:
             "communicates, or run work that does not depend on it meanwhile (a shared expert, the dense layers).",
             evidence=context.evidence(mask & ~context.select_kinds(graph_schema.KERNEL)),
             at_most_ns=at_most_ns,
-            seen_ns=exposed_ns // max(context.rank_count, 1),
         )
 
 

@@ -103,18 +103,6 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
         else ([], "")
     )
     findings = add_frames(ranked)
-    # The reason why something that looks large is not a finding: without it the step would take as
-    # long.
-    slugs = {finding.slug for finding in findings}
-    slugs |= {alternative.slug for finding in findings for alternative in finding.alternatives}
-    abstained += [
-        Abstention(
-            rule.slug,
-            f"{candidate.title}: overlapping it saves nothing, because what comes next waits for longer than that",
-        )
-        for rule, candidate in time
-        if rule.slug not in slugs and (candidate.seen_ns or 0) >= HIGH_SHARE * context.step_ns
-    ]
     severities = ("high", "medium", "low")
     memory.sort(
         key=lambda finding: (severities.index(finding.severity), -(finding.saving_bytes or 0))

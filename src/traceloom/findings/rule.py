@@ -30,8 +30,6 @@ class Candidate(Struct, frozen=True):
         evidence: Events and places to inspect.
         at_most_ns: A bound on the saving, where re-timing would promise more than the fix can; None
             for none.
-        seen_ns: The time that seems to be saveable, where a reader sees it elsewhere and asks why
-            it is not reported; None where there is none.
         host: Computes the host time of the finding, as `Context.stretches` does; None where that is
             the host time of the changed nodes. Called for findings alone.
         hot_advice: What to do instead where one Python frame holds most of that time; `{frame}` is
@@ -44,7 +42,6 @@ class Candidate(Struct, frozen=True):
     advice: str
     evidence: tuple[Evidence, ...] = ()
     at_most_ns: int | None = None
-    seen_ns: int | None = None
     host: Callable[[], pl.DataFrame] | None = None
     hot_advice: str | None = None
 
