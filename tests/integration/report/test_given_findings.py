@@ -101,16 +101,16 @@ def test_growth_of_many_tensors_is_one_finding() -> None:
 
 @pytest.mark.parametrize("known", [True, False], ids=["other addresses", "no addresses"])
 def test_the_balance_decides_where_frees_do_not_find_their_allocations(known: bool) -> None:
-    trace = TraceBuilder(device_name=None)
+    trace = TraceBuilder()
     for step in range(8):
         trace.step(step, 1000 * step, 900)
         for op in range(5):
             start, size = 1000 * step + 100 * (op + 1), 100_000 * (op + 1)
             trace.op(f"aten::held{op}", start, 50)
             address = (10 * step + op + 1) << 20
-            trace.allocation(start + 10, size, address=address if known else 0, device_type=0)
+            trace.allocation(start + 10, size, address=address if known else 0, device_type=1)
             # given back within the step, as another thread's records tell it
             free = address + (1 << 40)
-            trace.allocation(start + 20, -size, address=free if known else 0, device_type=0)
+            trace.allocation(start + 20, -size, address=free if known else 0, device_type=1)
     context = Context.of(Session((trace.build(),), "made"))
     assert rank(context, RULES).memory == ()
