@@ -1044,6 +1044,10 @@ BY_PATTERN = {
 ELSEWHERE = {
     "vllm::moe_forward",  # by the grids of its kernels: test_flops_models.py
     "aten::where_",  # PyTorch has none
+    # by their closed form: test_recurrent.py
+    *("aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"),
+    *("aten::_cudnn_rnn", "aten::_cudnn_rnn_backward", "aten::miopen_rnn"),
+    *("aten::miopen_rnn_backward", "aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"),
 }
 
 

@@ -94,6 +94,14 @@ def test_a_recurrent_network_counts_its_closed_form(kind: str, seed: int) -> Non
     assert counted("aten::miopen_rnn_backward", miopen) == 2 * whole
 
 
+def test_a_layer_on_the_cpu_counts_its_closed_form() -> None:
+    x, bias, state = ([12, 3, 64], "float", ""), ([384], "float", ""), ([3, 96], "float", "")
+    head = [x, ([384, 64], "float", ""), ([384, 96], "float", ""), bias, bias, state, state]
+    forward = 2 * 36 * 384 * (64 + 96)
+    assert counted("aten::mkldnn_rnn_layer", [*head, value(False)]) == forward
+    assert counted("aten::mkldnn_rnn_layer_backward", [*head, x, state, state, x]) == 2 * forward
+
+
 def test_a_network_whose_weights_are_unknown_is_not_counted() -> None:
     inputs = [([4, 2, 8], "float", ""), ([1, 2, 8], "float", ""), ([], "TensorList", "")]
     call = flops.Call("aten::gru", *(list(column) for column in zip(*inputs, strict=True)), [])
