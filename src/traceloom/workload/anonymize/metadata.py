@@ -471,7 +471,13 @@ class CaptureRewriter:
             "collectives": columns(collectives, "collectives"),
             "live_bytes_at_start": live,
             "thread_cpu": columns(
-                {"thread": process, "time_ns": self._time, "cpu_ns": _check_integer}, "thread_cpu"
+                {
+                    "thread": process,
+                    "time_ns": self._time,
+                    "cpu_ns": _check_integer,
+                    "waited_ns": _check_integer,
+                },
+                "thread_cpu",
             ),
             "overhead": lambda value: self._by(value, overhead, "overhead"),
             "notices": lambda value: [
