@@ -63,7 +63,7 @@ def context_of(*builders: TraceBuilder) -> Context:
 
 def said(slug: str, *builders: TraceBuilder) -> list[Message]:
     """What one rule says of some traces."""
-    return list(BY_SLUG[slug].find(context_of(*builders)))
+    return list(BY_SLUG[slug].evaluate(context_of(*builders)))
 
 
 def ranked(slug: str, *builders: TraceBuilder) -> Ranked:

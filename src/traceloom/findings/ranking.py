@@ -83,7 +83,7 @@ def rank(context: Context, rules: Sequence[FindingRule], *, steps: int = MAX_STE
     first: list[Finding] = []
     remarks: list[Finding] = []
     for rule in rules:
-        for outcome in rule.find(context):
+        for outcome in rule.evaluate(context):
             if isinstance(outcome, Abstention):
                 abstained.append(outcome)
             elif isinstance(outcome, Candidate):
@@ -141,7 +141,7 @@ def _rank_greedily(
     steps: _StepCandidates | None = None
     if len(step_window) > 1:
         several = context.over(step_window)
-        outcomes = ((rule, outcome) for rule in rules for outcome in rule.find(several))
+        outcomes = ((rule, outcome) for rule in rules for outcome in rule.evaluate(several))
         steps = _StepCandidates(
             several,
             _collect_by_key(

@@ -130,7 +130,7 @@ class FindingRule(Struct, frozen=True):
     find: Callable[[Context], Iterable[Message]]
     unless: tuple[Condition, ...] = ()
 
-    def look(self, context: Context) -> Iterable[Message]:
+    def evaluate(self, context: Context) -> Iterable[Message]:
         """Returns what the rule says of the steps."""
         for holds, reason in self.unless:
             if holds(context):

@@ -82,7 +82,7 @@ def stages(
 def test_bubbles_are_what_stages_do_not_compute_of_their_common_window() -> None:
     context = context_of(*stages(1_000, 2_000))
     # stage 0: 1000, nothing for 10 + 1000 + 2000 + 10, 2000; stage 1: nothing for 1010, 3000, nothing for 2010
-    (candidate,) = BY_SLUG["pipeline-bubbles"].find(context)
+    (candidate,) = BY_SLUG["pipeline-bubbles"].evaluate(context)
     assert isinstance(candidate, Candidate)
     assert candidate.title == "pipeline bubbles take 50.2 % of 2 stages' time"
     assert {(one.rank, one.total_ns) for one in candidate.evidence} == {
@@ -90,7 +90,7 @@ def test_bubbles_are_what_stages_do_not_compute_of_their_common_window() -> None
         (1, 3_020 * US),
     }
     assert [one.what for one in candidate.evidence] == ["bubbles of stage 0", "bubbles of stage 1"]
-    (outcome,) = BY_SLUG["compute-imbalance"].find(context)
+    (outcome,) = BY_SLUG["compute-imbalance"].evaluate(context)
     assert isinstance(outcome, Abstention)
     assert outcome.reason == "stages of a pipeline do different work: see pipeline-bubbles"
 
@@ -244,7 +244,7 @@ def test_ranks_that_share_no_communication_do_not_wait_for_each_other() -> None:
         *(HandStep(1_000, rank, 2).launched(GEMM, 0, 20, 400 + 400 * rank) for rank in range(2))
     )
     for slug in ("straggler", "compute-imbalance", "shard-imbalance"):
-        (outcome,) = BY_SLUG[slug].find(context)
+        (outcome,) = BY_SLUG[slug].evaluate(context)
         assert isinstance(outcome, Abstention)
         assert outcome.reason == "the ranks share no communication, so none waits for another"
 

@@ -364,7 +364,7 @@ def test_a_device_is_nearly_full_from_nine_tenths_on(share: float, speaks: bool)
         trace, meta=replace(trace.meta, capture={"devices": [{"device": 0, "memory_bytes": whole}]})
     )
     context = Context.of(Session((known,), "by hand"))
-    titles = [getattr(one, "title", one) for one in BY_SLUG["memory-nearly-full"].find(context)]
+    titles = [getattr(one, "title", one) for one in BY_SLUG["memory-nearly-full"].evaluate(context)]
     shown = f"{used / 1e9:.1f} GB of 80.0 GB are taken at the peak"
     assert titles == ([shown] if speaks else [])
 

@@ -22,7 +22,7 @@ def grounded(*builders: TraceBuilder) -> Context:
 
 
 def said(slug: str, *builders: TraceBuilder) -> list[object]:
-    return list(BY_SLUG[slug].find(grounded(*builders)))
+    return list(BY_SLUG[slug].evaluate(grounded(*builders)))
 
 
 class Made:
@@ -234,7 +234,7 @@ def test_what_the_device_still_has_to_do_of_earlier_steps_is_not_told_of_this_on
         for _ in range(10):
             made.op("aten::mm", kernel, 60)
         made.trace.step(step, began - 5, made.now - began)
-    (candidate,) = BY_SLUG["matrix-units-unused"].find(grounded(made.trace).over((2,)))
+    (candidate,) = BY_SLUG["matrix-units-unused"].evaluate(grounded(made.trace).over((2,)))
     assert isinstance(candidate, Candidate)
     assert candidate.title.startswith("600 µs of matrix products")
 
@@ -285,7 +285,7 @@ def test_graph_breaks_save_at_most_the_host_time_between_the_graphs() -> None:
 
 def test_an_uneven_exchange_is_as_long_as_with_equal_parts() -> None:
     context = grounded(FOUND["uneven-exchange"]().done())
-    (one,) = BY_SLUG["uneven-exchange"].find(context)
+    (one,) = BY_SLUG["uneven-exchange"].evaluate(context)
     assert isinstance(one, Candidate)
     assert "3.9 × the mean" in one.title
     found = rank(context, [BY_SLUG["uneven-exchange"]]).time[0]

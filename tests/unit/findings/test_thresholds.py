@@ -593,7 +593,7 @@ def test_ranks_alike_have_no_straggler_that_costs() -> None:
 def test_recording_is_told_where_it_costs_a_twentieth(ratio: float, speaks: bool) -> None:
     context = context_of(busy())
     context.__dict__["host_ratio"] = ratio
-    titles = [getattr(one, "title", "") for one in BY_SLUG["profiler-overhead"].find(context)]
+    titles = [getattr(one, "title", "") for one in BY_SLUG["profiler-overhead"].evaluate(context)]
     assert titles == (
         [f"recording makes steps {ratio:.2f} × as long: host savings exclude that"]
         if speaks
