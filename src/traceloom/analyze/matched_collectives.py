@@ -12,7 +12,13 @@ from numpy.typing import NDArray
 from traceloom.analyze.collectives import add_up_or_null
 from traceloom.analyze.rank_summary import RankSummary
 from traceloom.graph.communication import match_parts
-from traceloom.graph.job import ENDS_TOGETHER, FROM_ROOT, TO_ROOT, HostClock, fit_clocks
+from traceloom.graph.job import (
+    FROM_ROOT,
+    TO_ROOT,
+    HostClock,
+    choose_meetings,
+    fit_clocks,
+)
 from traceloom.trace.frames import build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
 
@@ -94,9 +100,15 @@ def match_collectives(parts: Sequence[RankSummary]) -> MatchedCollectives:
     )
     matched_calls = assigned.filter(pl.col("instance") >= 0)
     host_of = dict(enumerate(hosts))
-    end_calls = matched_calls.filter(pl.col("kind").is_in(ENDS_TOGETHER)).with_columns(
-        pl.col("part").replace_strict(host_of, default=None, return_dtype=pl.String).alias("host")
+    end_calls = choose_meetings(
+        matched_calls.with_columns(
+            pl.col("part")
+            .replace_strict(host_of, default=None, return_dtype=pl.String)
+            .alias("host")
+        )
     )
+    host_of |= dict(end_calls.select("part", "host").iter_rows())
+    hosts = tuple(host_of[number] for number in range(len(parts)))
     fitted = fit_clocks(end_calls.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clock_of = tuple(fitted[host] for host in hosts)
     part_of = matched_calls["part"].to_numpy()

@@ -20,7 +20,9 @@ from traceloom.graph.graph import (
     get_point_times,
     unwrap_array,
 )
-from traceloom.trace.array_types import Bools
+from traceloom.graph.host_tree import WORKER_LOADERS
+from traceloom.trace.array_types import Bools, Ints
+from traceloom.trace.frames import contains
 
 
 def compute_lower_bound_ns(graph: Graph, scenario: Scenario, total_ns: int) -> int:
@@ -135,6 +137,22 @@ def is_lower_bound(
         released.delay_ns[np.flatnonzero(edges)] = ABSENT
         free.append(int(np.ptp(released.times(scenario_plan))))
     return free[0] - free[1] > saved_ns + min_difference_ns
+
+
+def may_lack_batches(graph: Graph, times: Ints, min_difference_ns: int) -> bool:
+    """Whether a change asks for batches earlier than they are known to be ready, so that it may
+    save less: how long the workers of a loader take that nobody waited for is unknown.
+
+    Args:
+        graph: The measured graph.
+        times: Times of its points with the change.
+        min_difference_ns: The smallest difference that counts, ns.
+    """
+    calls = graph.node_mask(graph_schema.HOST)
+    calls &= np.append(contains(graph.names, WORKER_LOADERS).to_numpy(), False)[graph.name_numbers]
+    calls[graph.edges["target"].to_numpy()[Scenario.of(graph).batches()]] = False
+    earlier = get_point_times(graph)[0::2][calls] - times[0::2][calls]
+    return bool((earlier > min_difference_ns).any())
 
 
 _HOST_KINDS = (graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH, graph_schema.BLOCK)

@@ -275,6 +275,12 @@ class Scenario:
         """Returns which nodes are of these kinds, shape (nodes,)."""
         return self.graph.node_mask(*kinds)
 
+    def batches(self) -> Ints:
+        """Returns the edges that hold a call for a batch until the batch is ready; shape (waits,)."""
+        edges = self.graph.edges
+        inferred = (edges["evidence"] == "inferred").to_numpy()
+        return np.flatnonzero(self.edges("origin") & edges["to_end"].to_numpy() & inferred)
+
     def overlapping(self) -> Bools:
         """Returns the edges whose delay is not a pause, since the work before them runs; shape
         (edges,).
@@ -299,6 +305,11 @@ def scale(out: Scenario, change: Change, selected: Bools) -> None:
     transfer = out.edges("rendezvous") & out.graph.edges["to_end"].to_numpy() & selected[target]
     transfer &= out.delay_ns > ABSENT // 2
     out.delay_ns[transfer] = np.rint(out.delay_ns[transfer] * factor).astype(np.int64)
+    # Batches are ready at times that their workers set, however early they are asked for.
+    if change.selection.target == "loading":
+        ready = out.batches()
+        ready = ready[selected[target[ready]]]
+        out.delay_ns[ready] = np.rint(out.delay_ns[ready] * factor).astype(np.int64)
 
 
 def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
@@ -342,13 +353,20 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
         same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True
     )[1]
     rank_index = np.searchsorted(ranks, out.graph.node_ranks[rows])
+    # A batch that is awaited is work of its rank, as far as the others do not wait, too.
+    ready = out.batches()
+    awaiting = out.ends()[1][ready]
+    work = out.work_ns.copy()
+    work[awaiting] = out.graph.nodes["duration_ns"].to_numpy()[awaiting]
+    late_ready = np.isin(out.graph.node_ranks[awaiting], change.selection.ranks)
+    out.delay_ns[ready[late_ready]] = ABSENT
     # Ranks without such work count as 0.
     sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
-    np.add.at(sums, (alike, rank_index), out.work_ns[rows])
+    np.add.at(sums, (alike, rank_index), work[rows])
     typical = np.median(sums[:, np.isin(ranks, other_ranks)], axis=1, keepdims=True)
     factor = np.minimum(typical / np.maximum(sums, 1), 1.0)[alike, rank_index]
     is_late = late[rank_index]
-    out.work_ns[rows[is_late]] = np.rint(out.work_ns[rows] * factor)[is_late].astype(np.int64)
+    out.work_ns[rows[is_late]] = np.rint(work[rows] * factor)[is_late].astype(np.int64)
     # Ranks that begin later than the median of the others begin when that does.
     first_starts = find_first_starts(
         out.graph, graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH
@@ -361,7 +379,7 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     for rank in change.selection.ranks:
         later_ns = round(first_starts.get(rank, middle) - middle)
         if later_ns > 0:
-            origin = out.edges("origin") & (rank_of == rank)
+            origin = out.edges("origin") & (rank_of == rank) & (out.delay_ns > ABSENT // 2)
             delay, start = out.delay_ns[origin], out.graph.nodes["start_ns"].to_numpy()
             # Nothing of the rank begins before the job
             earliest = start.min() - start[source[origin]]
@@ -449,6 +467,12 @@ def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
     """Loads data with N processes beside the step: only what they cannot finish in the rest of the
     step remains.
     """
+    if selected[out.ends()[1][out.batches()]].any():
+        raise UsageError(
+            f"`{change}`: processes make the batches already, and their number was not recorded",
+            slug="nothing-chosen",
+            hint="twice as many make them in half the time: `loading * 0.5`",
+        )
     steps, step_of = np.unique(compute_rank_step_keys(out.graph), return_inverse=True)
     loading, end = (np.zeros(steps.size, dtype=np.int64) for _ in range(2))
     start = np.full(steps.size, np.iinfo(np.int64).max)

@@ -11,7 +11,12 @@ from itertools import islice
 import numpy as np
 import polars as pl
 
-from traceloom.changes.bounds import compute_lower_bound_ns, is_lower_bound, unrecorded_saving_ns
+from traceloom.changes.bounds import (
+    compute_lower_bound_ns,
+    is_lower_bound,
+    may_lack_batches,
+    unrecorded_saving_ns,
+)
 from traceloom.changes.changes import Change, format_factor, parse
 from traceloom.changes.scenario import Scenario
 from traceloom.graph import ABSENT, Plan, link_session
@@ -48,9 +53,12 @@ class WhatIf(Result):
             each adds up to the window.
         times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
         error_ns: The graph's honest error: how far it is off without any change.
-        trusted: Whether the saving is larger than that error, and the law holds.
+        trusted: Whether the saving is larger than that error, the law holds, and it may not save
+            less.
         lower_bound: Whether it may save more: threads wait for unrecorded causes, which are taken
             as given.
+        upper_bound: Whether it may save less: it asks for batches earlier than the workers of the
+            data loader are known to have them ready.
     """
 
     changes: tuple[str, ...]
@@ -66,6 +74,7 @@ class WhatIf(Result):
     error_ns: int
     trusted: bool
     lower_bound: bool
+    upper_bound: bool = False
 
 
 def whatif(
@@ -108,6 +117,8 @@ def whatif(
     min_after_ns = compute_lower_bound_ns(graph, scenario, before)
     after = max(_measure_span(times, start_ns), min_after_ns)
     saved = before - after
+    min_difference_ns = round(_MIN_COUNTED_SHARE * before)
+    upper_bound = saved > 0 and may_lack_batches(graph, times, min_difference_ns)
     spans = (
         graph.nodes.select(
             "rank",
@@ -141,11 +152,11 @@ def whatif(
         times=times,
         error_ns=abs(kept.honest_error_ns),
         trusted=kept.holds
+        and not upper_bound
         and abs(saved) > abs(kept.honest_error_ns)
         and _measure_span(times, start_ns) == after,
-        lower_bound=is_lower_bound(
-            Scenario.of(graph), scenario, saved, round(_MIN_COUNTED_SHARE * before), plan
-        ),
+        lower_bound=is_lower_bound(Scenario.of(graph), scenario, saved, min_difference_ns, plan),
+        upper_bound=upper_bound,
     )
 
 

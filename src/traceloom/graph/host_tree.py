@@ -43,6 +43,7 @@ POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 AUTOGRAD = r"^autograd::engine::evaluate_function"
 PLAIN_OP = r"^(?:aten|c10d)::"  # does its work itself, or hands it over and goes on
 COLLECTIVE = r"^c10d::"
+WORKER_LOADERS = r"_MultiProcessing[A-Za-z]*Iter"  # batches are made by other processes
 HOST_PATTERNS = (
     LAUNCHES,
     NOT_LAUNCHES,
@@ -56,6 +57,7 @@ HOST_PATTERNS = (
     AUTOGRAD,
     PLAIN_OP,
     COLLECTIVE,
+    WORKER_LOADERS,
 )
 """All patterns of names of host events, matched together, which is faster than one by one."""
 

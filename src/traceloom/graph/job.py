@@ -21,7 +21,7 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.graph import graph as graph_schema
-from traceloom.graph.communication import MatchedParts, match_parts
+from traceloom.graph.communication import POINT_TO_POINT, MatchedParts, match_parts
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, get_edge_points, is_acyclic
 from traceloom.trace.array_types import Ints
 from traceloom.trace.frames import cast_to_schema
@@ -31,6 +31,10 @@ from traceloom.trace.notice import Notice
 ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 _MIN_DRIFT_MEETINGS = 8  # meetings, and
 _MIN_DRIFT_SPAN_NS = 10_000_000  # time between the first and the last, before a drift is fitted
+# Ranks of one host whose ends differ by more than this, and than so many times their spread, have
+# clocks of their own
+_MAX_APART_NS = 20_000
+_MAX_APART_SPREADS = 3
 _MAX_PAIRS = 400  # points of the Theil-Sen estimate, spread evenly; it is quadratic
 
 
@@ -113,6 +117,42 @@ def fit_clocks(meetings: pl.DataFrame, hosts: list[str]) -> dict[str, HostClock]
                 np.array([host_ends[host][key] for key in common], dtype=np.int64), job_ends
             )
     return clocks
+
+
+def choose_meetings(parts: pl.DataFrame) -> pl.DataFrame:
+    """Returns the joined parts whose ends tell the clocks: collectives, and messages between ranks
+    that no collective connects, which occupy both until they have passed.
+
+    Ranks that name one host although their clocks are apart get a host each.
+
+    Args:
+        parts: `instance`, `part`, `rank`, `host`, `kind`, `end_ns`.
+    """
+    together = parts.filter(pl.col("kind").is_in(ENDS_TOGETHER))
+    connected = {part: part for part in parts["part"].unique()}
+    for several in together.group_by("instance").agg("part")["part"].list.unique().unique():
+        roots = {connected[part] for part in several}
+        connected = {
+            part: min(roots) if root in roots else root for part, root in connected.items()
+        }
+    root = pl.col("part").replace_strict(connected).n_unique().over("instance")
+    messages = parts.filter(pl.col("kind").is_in(POINT_TO_POINT)).filter(root > 1)
+    meetings = pl.concat([together, messages])
+    # How far each rank's ends are from those of its host
+    own = meetings.filter(pl.len().over("instance", "host") > 1).with_columns(
+        apart=pl.col("end_ns") - pl.col("end_ns").min().over("instance", "host")
+    )
+    own = own.with_columns(pl.col("apart") - pl.col("apart").median().over("instance", "host"))
+    usual = own.group_by("part").agg(
+        pl.col("apart").median().abs(),
+        spread=(pl.col("apart") - pl.col("apart").median()).abs().quantile(0.95),
+    )
+    alone = usual.filter(
+        pl.col("apart") > pl.max_horizontal(_MAX_APART_NS, _MAX_APART_SPREADS * pl.col("spread"))
+    )["part"]
+    own_host = pl.format("{} rank {}", "host", "rank")
+    is_alone = pl.col("part").is_in(alone.implode())
+    return meetings.with_columns(host=pl.when(is_alone).then(own_host).otherwise("host"))
 
 
 def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
@@ -474,16 +514,17 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
         )
     communication = pl.concat(frames)
     joined = match_parts(communication)
-    meeting_ends = communication.with_columns(pl.Series("instance", joined.instance)).filter(
-        (pl.col("instance") >= 0) & pl.col("kind").is_in(ENDS_TOGETHER)
+    is_joined = pl.Series(joined.instance) >= 0
+    meetings = choose_meetings(
+        communication.with_columns(pl.Series("instance", joined.instance)).filter(is_joined)
     )
-    fitted = fit_clocks(
-        meeting_ends.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts))
-    )
+    hosts_by_part = dict(meetings.select("part", "host").iter_rows())
+    hosts = [hosts_by_part.get(number, host) for number, host in enumerate(hosts)]
+    fitted = fit_clocks(meetings.select("instance", "host", "end_ns"), list(dict.fromkeys(hosts)))
     clocks = [fitted[host] for host in hosts]
     merged = _merge_ranks(parts, first_epoch, clocks, name)
     joined_graph, doubts = _add_meetings(merged, joined)
-    notices = [*merged.notices, *joined.notices, *doubts]
+    notices = [*merged.notices, *joined.notices, *doubts, *_find_impossible_clocks(joined_graph)]
     moved = [clock for clock in clocks if clock.offset_ns or clock.drift]
     if moved:
         worst = max(abs(clock.offset_ns) for clock in moved)
@@ -494,6 +535,19 @@ def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:
         )
         notices.append(Notice("clocks-corrected", "info", text, len(moved)))
     return replace(joined_graph, notices=tuple(notices))
+
+
+def _find_impossible_clocks(graph: Graph) -> list[Notice]:
+    """Returns a notice where a communication ends before one of its parts has begun."""
+    edges = graph.edges.filter(graph.edge_mask("rendezvous") & graph.edges["to_end"].to_numpy())
+    early = -edges["delay_ns"].filter(edges["delay_ns"] < -_MAX_APART_NS)
+    if not early.len():
+        return []
+    text = (
+        f"{early.len()} parts of communications end up to {early.max() / 1e6:.3f} ms before another of their parts "  # type: ignore[operator]
+        "begins: the clocks of the ranks contradict each other, and times between ranks cannot be trusted"
+    )
+    return [Notice("clocks-contradict", "warning", text, early.len())]
 
 
 def _ensure_rank(part: Graph, rank: int) -> Graph:

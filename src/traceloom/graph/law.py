@@ -38,7 +38,8 @@ class Law(Result):
 
     Attributes:
         sentence: The verdict in words.
-        holds: Exact with residuals, and within `MAX_ERROR_SHARE` without.
+        holds: Exact with residuals, and within `MAX_ERROR_SHARE` without; no communication ends
+            before it began.
         window_ns: From the first to the last point, as measured.
         exact_error_ns: Largest difference of any point, with residuals.
         honest_error_ns: Difference of the window, with class delays alone.
@@ -144,7 +145,9 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
     ).sort("rank")
     result = Law(
         sentence=_describe_law(exact_error, (fraction, off), window, residual, assumed, largest),
-        holds=exact_error == 0 and abs(fraction) <= MAX_ERROR_SHARE,
+        holds=exact_error == 0
+        and abs(fraction) <= MAX_ERROR_SHARE
+        and all(notice.slug != "clocks-contradict" for notice in graph.notices),
         window_ns=window,
         exact_error_ns=exact_error,
         honest_error_ns=honest_error,

@@ -38,7 +38,7 @@ from traceloom.graph.host_tree import (
     build_segments,
 )
 from traceloom.graph.syncs import find_awaited_work, find_spin_waits, sync_records
-from traceloom.graph.threads import add_hand_off_edges, find_hand_offs
+from traceloom.graph.threads import add_hand_off_edges, find_hand_offs, find_loader_waits
 from traceloom.system.text import replace_surrogates
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import extract_column, to_nullable_series
@@ -182,6 +182,9 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     delayed = add_command_waits(edges, trace, work, parts.work_node)
     queued = add_queue_edges(edges, tree, work, last_node, parts.work_node)
     add_hand_off_edges(edges, handovers, parts.segment_node)
+    loading = np.setdiff1d(find_loader_waits(trace, tree, host), handovers.waits)
+    origin = np.zeros_like(loading)
+    edges.add("origin", "inferred", origin, parts.segment_node[loading], from_end=True, to_end=True)
     forward_backward_edges(edges, trace, tree, host, parts.segment_node)
     flow = None
     if matching is not None:

@@ -13,6 +13,7 @@ from traceloom.graph.host_tree import (
     COLLECTIVE,
     HOST_BACKENDS,
     PLAIN_OP,
+    WORKER_LOADERS,
     HostTree,
     Segments,
 )
@@ -31,6 +32,8 @@ _DOMINANCE_FACTOR = 10  # times as many calls and operators
 _MIN_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was given something
 _MAX_WAKER_AGE_NS = 1_000_000  # by what ended no longer ago than this
 _MIN_WORKED_SHARE = 0.5  # in which it ran at least: it worked
+_MIN_LOADER_WAIT_NS = 100_000  # a call for a batch that takes so long,
+_MIN_LOADER_WAIT_SHARE = 0.05  # and this share of the time since the one before, waits
 
 
 class ThreadHandOffs(Struct, frozen=True):
@@ -188,6 +191,35 @@ def find_hand_offs(trace: Trace, tree: HostTree, host: Segments) -> ThreadHandOf
     return _add_wakeups(
         cut, waiting, source, heads, _find_wakeups(cut, tree, still, working, main, cpu)
     )
+
+
+def find_loader_waits(trace: Trace, tree: HostTree, host: Segments) -> Ints:
+    """Returns the segments in which a thread waits for a batch that other processes make.
+
+    A batch is ready when its worker has made it, however early the step asks for it. Short calls
+    found it ready, and those in which the thread ran took it over.
+    """
+    call: Ints = np.flatnonzero(tree.named(WORKER_LOADERS) & ~tree.call)
+    call = call[
+        np.append(True, call[1:] >= np.maximum.accumulate(tree.stop[call])[:-1])[: call.size]
+    ]
+    if not call.size:
+        return call
+    # The longest segment of each call
+    first, count = host.first[call], host.last[call] + 1 - host.first[call]
+    offsets = np.cumsum(count) - count
+    segment = np.repeat(first - offsets, count) + np.arange(int(count.sum()))
+    length = (host.end - host.start)[segment]
+    owner = np.repeat(np.arange(call.size), count)
+    longest: Ints = segment[np.lexsort((length, owner))[offsets + count - 1]]
+    # From the call before; of the first one until the next
+    period = np.diff(tree.start[call], append=np.iinfo(np.int64).max)
+    period[np.append(np.diff(tree.lane[call]) != 0, True)] = 0
+    period = np.where(period > 0, period, np.append(0, period[:-1]))
+    span = host.end[longest] - host.start[longest]
+    waits = span >= np.maximum(_MIN_LOADER_WAIT_NS, _MIN_LOADER_WAIT_SHARE * period)
+    waits &= ~CpuTime.of(trace).worked(host.lane[longest], host.start[longest], host.end[longest])
+    return longest[waits]
 
 
 def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:

@@ -100,6 +100,7 @@ def build(
         },
         "trusted": result.trusted,
         "lower_bound": result.lower_bound,
+        "upper_bound": result.upper_bound,
     }
 
 
@@ -110,7 +111,10 @@ def describe_whatif(result: WhatIf, step: int | None) -> str:
     if not result.saved_ns:
         return f"{scope[0].upper()}{scope[1:]} would take {after} as before: none of this is on the critical path."
     word = "save" if result.saved_ns > 0 else "cost"
-    word += " at least" if result.lower_bound and result.saved_ns > 0 else ""
+    if result.upper_bound:
+        word += " at most"
+    elif result.lower_bound and result.saved_ns > 0:
+        word += " at least"
     share = units.format_share(abs(result.saved_ns), result.before_ns)
     text = f"This would {word} {units.format_duration(abs(result.saved_ns))} ({share}) of {scope}: {before} to {after}"
     if result.rescaled_saved_ns != result.saved_ns:
@@ -118,6 +122,8 @@ def describe_whatif(result: WhatIf, step: int | None) -> str:
             f"; without the profiler, which makes steps {result.host_ratio:.2f} × as long, about "
             f"{units.format_duration(abs(result.rescaled_saved_ns))}"
         )
+    if result.upper_bound:
+        text += "; whether the workers of the data loader keep up with that was not recorded"
     return f"{text}."
 
 
@@ -165,7 +171,8 @@ def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
 
 def describe_trust(document: WhatIfDocument) -> str:
     """Describes how far the answer can be trusted."""
-    return ("" if document["trusted"] else f"{_UNTRUSTED_HINT} ") + document["law"]["sentence"]
+    hint = "It is a bound. " if document["upper_bound"] else f"{_UNTRUSTED_HINT} "
+    return ("" if document["trusted"] else hint) + document["law"]["sentence"]
 
 
 def describe_path_part(part: PathPart) -> str:

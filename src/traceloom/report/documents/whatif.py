@@ -63,3 +63,4 @@ class WhatIfDocument(DocumentHead):
     law: TrustValue
     trusted: bool
     lower_bound: bool
+    upper_bound: bool

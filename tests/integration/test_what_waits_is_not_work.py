@@ -1,0 +1,82 @@
+"""What-ifs of jobs that wait, against the true times of made ones and those that are given (failing/README.md)."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import traceloom
+from support.longest_paths import EFFECTS, SUBJECTS, MadeJob, measure_error, random_recipe
+from traceloom.changes.changes import parse
+from traceloom.changes.whatif import whatif
+from traceloom.errors import UsageError
+from traceloom.graph import Plan, link_session
+from traceloom.graph.graph import Graph
+
+SEEDS = 20
+FALSE = 0.15  # of the saving: an answer that is further off is not trusted
+
+
+@cache
+def linked(folder: Path) -> Graph:
+    return link_session(traceloom.load(folder))
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "change", "saved_us"),
+    [
+        ("loader_bound", "kernels * 0.5", 413),
+        ("loader_bound", "syncs remove", 32),
+        ("loader_bound", "host * 0.5", 11),
+        ("pp_skew", "network * 2", 60),
+        ("pp_skew", "kernels ~ gemm * 0.5", 360),
+    ],
+)
+def test_given_jobs_save_what_was_worked_out(
+    shared_data: Path, name: str, change: str, saved_us: float
+) -> None:
+    folder = shared_data / "failing" / name
+    if not folder.exists():
+        pytest.skip("the failing inputs are not on this machine")
+    found = whatif(linked(folder), [parse(change)])
+    assert found.saved_ns / 1000 == pytest.approx(saved_us, rel=0.03, abs=1)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("name", "window_us"), [("pp_skew", 1_058), ("skew_one_host", 4_280)])
+def test_clocks_that_are_apart_do_not_make_the_window_longer(
+    shared_data: Path, name: str, window_us: float
+) -> None:
+    folder = shared_data / "failing" / name
+    if not folder.exists():
+        pytest.skip("the failing inputs are not on this machine")
+    graph = linked(folder)
+    assert whatif(graph, [parse("kernels * 1")]).before_ns / 1000 == pytest.approx(
+        window_us, rel=0.003
+    )
+    edges = graph.edges.filter(graph.edge_mask("rendezvous") & graph.edges["to_end"].to_numpy())
+    assert (edges["delay_ns"] + edges["residual_ns"]).min() >= 0
+
+
+@pytest.mark.sampled(len(SUBJECTS))
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_no_false_answer_about_a_made_job_is_trusted(
+    tmp_path: Path, subject: str, seed: int
+) -> None:
+    job = MadeJob(random_recipe(seed, subject))
+    graph = link_session(traceloom.load(job.write(tmp_path)))
+    plan, window = Plan(graph), job.evaluate()
+    answers = 0
+    for effect in EFFECTS:
+        try:
+            found = whatif(graph, [parse(effect.text)], plan=plan)
+        except UsageError:  # it has nothing of the kind
+            continue
+        answers += 1
+        error = measure_error(found.saved_ns / 1000, job.true_saving(effect), window)
+        assert error <= FALSE or not found.trusted, f"{effect.text}: {error:.0%}"
+    assert answers >= 6
