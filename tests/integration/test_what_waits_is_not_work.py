@@ -33,6 +33,8 @@ def linked(folder: Path) -> Graph:
         ("loader_bound", "host * 0.5", 11),
         ("pp_skew", "network * 2", 60),
         ("pp_skew", "kernels ~ gemm * 0.5", 360),
+        ("two_comms_false_wait", "host * 0.5", 457),
+        ("two_comms_missing_wait", "collectives ~ all_reduce remove", 168),
     ],
 )
 def test_given_jobs_save_what_was_worked_out(
@@ -42,7 +44,7 @@ def test_given_jobs_save_what_was_worked_out(
     if not folder.exists():
         pytest.skip("the failing inputs are not on this machine")
     found = whatif(linked(folder), [parse(change)])
-    assert found.saved_ns / 1000 == pytest.approx(saved_us, rel=0.03, abs=1)
+    assert found.saved_ns / 1000 == pytest.approx(saved_us, rel=0.03, abs=2)
 
 
 @pytest.mark.data

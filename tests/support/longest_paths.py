@@ -487,7 +487,7 @@ class _Program:
             handed = self.host("op", 15.0)
             self.thread = self.backward
             begun = self.host("think", 0.0)
-            begun.after.append((handed, True, 12.0))
+            begun.after.append((handed, True, 3.0))
         for layer in reversed(range(recipe.layers)):
             for _ in range(2):
                 self.layer(
@@ -504,7 +504,7 @@ class _Program:
             done = self.last[self.backward]
             self.thread = self.main
             waits = self.host("awaiting", 0.0)
-            waits.until.append((done, True, 12.0))
+            waits.until.append((done, True, 3.0))
         return reduced
 
 

@@ -497,8 +497,9 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     most its duration.
 
     This is the median over calls of its name that waited for nothing, or for work that was done
-    when they began; where there are none, over all launches that did not wait. Communication and
-    waiting for other threads cost nothing themselves.
+    when they began; where there are none, over all launches that did not wait, or for
+    synchronisations over those of any name, if that is less. Communication and waiting for other
+    threads cost nothing themselves.
     """
     kind = get_column_array(graph, graph.nodes["kind"])
     on_device = np.isin(
@@ -520,10 +521,17 @@ def _compute_call_costs(graph: Graph, measured: _MeasuredEdges) -> Ints:
     name_codes = np.full(kind.size, -1, dtype=np.int64, like=kind)
     name_codes[call] = code
     median, count = compute_medians(name_codes[free], measured.duration[free], int(code.max()) + 1)
-    launches = free & (kind == graph_schema.NODE_KINDS.index(graph_schema.LAUNCH))
+    launches, blocks = (
+        free & (kind == graph_schema.NODE_KINDS.index(name)) for name in reversed(_CALL_KINDS)
+    )
     typical = int(np.median(measured.duration[launches])) if launches.any() else 0
+    briefest = int(np.median(measured.duration[blocks])) if blocks.any() else typical
+    of_kind = np.where(
+        kind == graph_schema.NODE_KINDS.index(graph_schema.BLOCK), min(typical, briefest), typical
+    )
+    name = name_codes[waiting_calls]
     cost[waiting_calls] = np.minimum(
-        np.where(count > 0, median, typical)[name_codes[waiting_calls]],
+        np.where(count[name] > 0, median[name], of_kind[waiting_calls]),
         measured.duration[waiting_calls],
     )
     return cost

@@ -223,6 +223,8 @@ POINT_TO_POINT = ("send", "receive")
 # belong to them; an all-to-all with splits is uneven on purpose.
 _SAME_SIZE_KINDS = ("all_reduce", "reduce_scatter", "all_to_all", "barrier")
 _MAX_SHIFTS = 4096
+_TIGHTER = 4  # times as close must the ends of another alignment meet
+_MIN_MESSAGES = 4  # that tell where the others begin
 
 
 class MatchedParts(Struct, frozen=True):
@@ -305,23 +307,39 @@ def match_parts(parts: pl.DataFrame) -> MatchedParts:
             matches.append((matched, "measured"))
         else:
             matches.append((_match_by_order(rows, name, notices), "inferred"))
-    # Sends and receives between the same two ranks, group and tag, in order.
-    sends = pl.col("kind") == "send"
+    # Sends and receives between the same two ranks, group and tag, in order; one side may have been
+    # recorded earlier or longer.
+    sends, channel = pl.col("kind") == "send", ["group", "from", "to", "tag"]
+    messages = table.filter(
+        pl.col("kind").is_in(POINT_TO_POINT)
+        & pl.col("rank").is_not_null()
+        & pl.col("peer").is_not_null()
+    ).with_columns(
+        pl.when(sends).then("rank").otherwise("peer").alias("from"),
+        pl.when(sends).then("peer").otherwise("rank").alias("to"),
+        pl.col("tag").fill_null(-1).alias("tag"),
+    )
+    shifts = [
+        (*key, _find_shift(sent, received))
+        for key, rows in messages.filter(
+            (sends.sum() * 2 != pl.len()).over(channel)
+            & (pl.col("kind").n_unique().over(channel) > 1)
+        ).group_by(channel, maintain_order=True)
+        for sent, received in [(rows.filter(side)["end_ns"].to_numpy() for side in (sends, ~sends))]
+    ]
+    schema = {**{name: messages.schema[name] for name in channel}, "shift": pl.Int64()}
     pairs = (
-        table.filter(
-            pl.col("kind").is_in(POINT_TO_POINT)
-            & pl.col("rank").is_not_null()
-            & pl.col("peer").is_not_null()
+        messages.join(
+            pl.DataFrame(shifts, schema, orient="row"),
+            on=channel,
+            how="left",
+            maintain_order="left",
         )
         .with_columns(
-            pl.when(sends).then("rank").otherwise("peer").alias("from"),
-            pl.when(sends).then("peer").otherwise("rank").alias("to"),
-            pl.col("tag").fill_null(-1).alias("tag"),
+            nth=pl.int_range(pl.len()).over("kind", *channel)
+            + pl.when(sends).then(0).otherwise(pl.col("shift").fill_null(0))
         )
-        .with_columns(
-            pl.int_range(pl.len()).over("kind", "group", "from", "to", "tag").alias("nth")
-        )
-        .with_columns(pl.struct("group", "from", "to", "tag", "nth").alias("key"))
+        .with_columns(pl.struct(*channel, "nth").alias("key"))
         .filter(pl.col("kind").n_unique().over("key") == 2)
     )
     count = 0
@@ -381,6 +399,27 @@ def _match_by_order(rows: pl.DataFrame, group: str, notices: list[Notice]) -> pl
     return joined.filter(pl.col("part").n_unique().over("key") > 1)
 
 
+def _measure_scatter(gaps: Ints) -> float:
+    """Returns how far differences of ends scatter, and how far they are from 0."""
+    return float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps)))
+
+
+def _find_shift(sent: Ints, received: Ints) -> int:
+    """Returns the number of the send that the first receive is of, where one side has more; ends in
+    order. The first ones belong together, unless the ends of others meet much better.
+    """
+    spare = sent.size - received.size
+    sign, length = (1 if spare > 0 else -1), min(sent.size, received.size)
+    scatter = [
+        _measure_scatter(
+            sent[max(sign * shift, 0) :][:length] - received[max(-sign * shift, 0) :][:length]
+        )
+        for shift in range(min(abs(spare), _MAX_SHIFTS) + 1)
+    ]
+    best = int(np.argmin(scatter))
+    return sign * best if scatter[best] * _TIGHTER < scatter[0] and length >= _MIN_MESSAGES else 0
+
+
 def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[int, int]:
     """Returns the shift of a list against the reference (negative: it begins earlier), and how far
     both agree from there.
@@ -399,17 +438,12 @@ def _find_alignment(reference: pl.DataFrame, part_rows: pl.DataFrame) -> tuple[i
         ):
             continue
         gaps = reference_ends[start : start + length] - own_ends[own_start : own_start + length]
-        overlaps.append(
-            (
-                length,
-                float(np.median(np.abs(gaps - np.median(gaps)))) + abs(float(np.median(gaps))),
-                shift,
-            )
-        )
+        overlaps.append((length, _measure_scatter(gaps), shift))
     if overlaps:
         length, scatter, shift = max(overlaps, key=lambda way: (way[0], -way[1]))
         tighter = min(overlaps, key=lambda way: (way[1], -way[0]))
-        return (tighter[2], tighter[0]) if tighter[1] * 4 < scatter else (shift, length)
+        is_better = tighter[1] * _TIGHTER < scatter
+        return (tighter[2], tighter[0]) if is_better else (shift, length)
     length = min(len(codes), len(own_codes))
     differ = np.flatnonzero(codes[:length] != own_codes[:length])
     return 0, int(differ[0]) if len(differ) else length

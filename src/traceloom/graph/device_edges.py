@@ -15,7 +15,7 @@ from traceloom.graph import host_tree
 from traceloom.graph.device_work import DeviceWork, WorkTimeline
 from traceloom.graph.edges import Edges
 from traceloom.graph.host_tree import HostTree, Segments
-from traceloom.graph.syncs import MISSING_VALUE, SyncRecords, find_last_on_thread
+from traceloom.graph.syncs import MISSING_VALUE, SyncRecords
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import CLOCK_JITTER_NS
@@ -69,9 +69,14 @@ def add_launch_edges(  # noqa: PLR0917  (both ends of the edges)
     """
     has_call = work.call >= 0
     call = work.call[has_call]
+    # Behind work that had not ended by then, the stream says when it begins.
+    begun = tree.end[call] - _MAX_EARLY_START_NS
+    before = np.append(np.iinfo(np.int64).min, work.end[:-1])
+    before[1:][work.lane[1:] != work.lane[:-1]] = np.iinfo(np.int64).min
     submits_last = (
         (tree.span()[call] >= _MIN_LONG_CALL_NS)
-        & (work.start[has_call] >= tree.end[call] - _MAX_EARLY_START_NS)
+        & (work.start[has_call] >= begun)
+        & (before[has_call] < begun)
         & ~awaited[call]
     )
     edges.add(
@@ -149,13 +154,18 @@ def add_stream_edges(edges: Edges, work: DeviceWork, work_node: Ints) -> int:
 
 
 def wait_edges(
-    edges: Edges, tree: HostTree, times: WorkTimeline, work_node: Ints, records: SyncRecords
+    edges: Edges,
+    tree: HostTree,
+    times: WorkTimeline,
+    work_node: Ints,
+    records: SyncRecords,
+    *,
+    communication: Ints,
 ) -> None:
     """Adds edges from the work before a recorded event to the first work after the wait for it.
 
-    Where the file does not say which event was awaited, it is inferred: of the work that other
-    streams had been given when the event was recorded, the one that ends last before the waiting
-    work starts.
+    Where the file does not say which event was awaited, it is inferred; `communication` are the
+    numbers of the work that communicates.
     """
     if not work_node.size:
         return
@@ -173,7 +183,7 @@ def wait_edges(
     waits = waits[~np.isin(waits, recorded.call[complete])]
     for evidence, (before, after) in (
         ("measured", (source[valid], target[valid])),
-        ("inferred", _infer_stream_waits(tree, times, waits)),
+        ("inferred", _infer_stream_waits(tree, times, waits, communication)),
     ):
         # Only pairs whose source had ended when the target started.
         possible = times.work.end[before] <= times.work.start[after] + _CLOCK_TOLERANCE_NS
@@ -187,25 +197,145 @@ def wait_edges(
         )
 
 
-def _infer_stream_waits(tree: HostTree, times: WorkTimeline, waits: Ints) -> tuple[Ints, Ints]:
-    """Returns one source per wait: with k waits before a work, the k streams whose fitting work
-    ends last.
+class _CallSequence(NamedTuple):
+    """Launches, records and waits of all threads, each thread's in the order of its calls; arrays
+    of shape (calls,).
 
-    The stream that waits is the one that the thread submits to next; its next work waits, whichever
-    thread submits it, as the backward pass does on a thread of its own.
+    Attributes:
+        position: Positions in the tree.
+        kind: _LAUNCH, _RECORD or _WAIT.
+        stream: Lane of the stream that it is about.
+        ends: Which records follow the launch of a communication, whose end they mark, and are
+            awaited later.
+        record: For waits directly behind the record that they wait for, its index; else -1.
     """
-    own_lane = times.thread_launches_after(tree.lane[waits], tree.start[waits])
-    target = times.launches_on_after(
-        np.where(own_lane >= 0, times.work.lane[own_lane], MISSING_VALUE), tree.start[waits]
-    )
-    waits, target = waits[target >= 0], target[target >= 0]
-    if not waits.size:
-        return waits, target
+
+    position: Ints
+    kind: Ints
+    stream: Ints
+    ends: Bools
+    record: Ints
+
+
+_LAUNCH, _RECORD, _WAIT = range(3)
+
+
+def _find_streams_of_calls(
+    tree: HostTree, work: DeviceWork, waits: Ints, communication: Ints
+) -> _CallSequence:
+    """Finds the streams of records and waits by the launches around them.
+
+    A record behind a launch is of the launch's stream, and a wait is of the stream of the launch
+    behind it. Others are of the stream that the thread computes on: that of its last launch of no
+    communication.
+    """
+    launched = np.flatnonzero(work.call >= 0)
+    calls, first = np.unique(work.call[launched], return_index=True)
     records = np.flatnonzero(tree.call)
     records = records[tree.named(host_tree.RECORDS, records)]
-    before = find_last_on_thread(tree, records, waits)
-    until = np.where(before >= 0, tree.start[before], tree.start[waits])
-    # For each waiting work the last record it can mean, and how many waits come before it.
+    position = np.concatenate([calls, records, waits])
+    order = np.argsort(position, kind="stable")
+    sizes = (calls.size, records.size, waits.size)
+    kind = np.repeat([_LAUNCH, _RECORD, _WAIT], sizes)[order]
+    # The work of each launch; that of others is of no stream
+    work_of = np.append(launched[first], np.full(records.size + waits.size, -1))[order]
+    stream, position = np.append(work.lane, -1)[work_of], position[order]
+    computes = (kind == _LAUNCH) & ~np.isin(work_of, communication)
+    thread, index = tree.lane[position], np.arange(position.size)
+    current = np.full(index.size, np.bincount(work.lane).argmax())
+    for near in (
+        np.minimum.accumulate(np.where(computes, index, index.size - 1)[::-1])[::-1],
+        np.maximum.accumulate(np.where(computes, index, 0)),
+    ):
+        found = computes[near] & (thread[near] == thread)
+        current[found] = stream[near[found]]
+    before = np.maximum(index - 1, 0)
+    behind = np.where(kind == _WAIT, index.size - 1, index)
+    behind = np.minimum.accumulate(behind[::-1])[::-1]
+    follows = (thread[before] == thread) & (index > 0)
+    after_launch = follows & (kind == _RECORD) & (kind[before] == _LAUNCH)
+    before_launch = (kind == _WAIT) & (kind[behind] == _LAUNCH) & (thread[behind] == thread)
+    stream = np.select(
+        [kind == _LAUNCH, after_launch, before_launch],
+        [stream, stream[before], stream[behind]],
+        current,
+    )
+    paired = follows & (kind == _WAIT) & (kind[before] == _RECORD) & (stream[before] != stream)
+    ends = after_launch & ~computes[before]
+    ends[before[paired]] = False
+    return _CallSequence(position, kind, stream, ends, np.where(paired, before, -1))
+
+
+def _pair_latest_first(opens: Bools) -> Ints:
+    """Returns for each close of a sequence of opens and closes the index of the latest open that no
+    close before it has taken; -1 for opens, and where there is none.
+    """
+    depth = np.cumsum(np.where(opens, 1, -1))
+    # A close without an open takes nothing
+    depth -= np.minimum(np.minimum.accumulate(depth), 0)
+    level = depth + ~opens
+    order = np.lexsort((np.arange(opens.size), level))
+    is_pair = opens[order[:-1]] & ~opens[order[1:]] & (level[order[:-1]] == level[order[1:]])
+    pairs = np.flatnonzero(is_pair)
+    partner = np.full(opens.size, -1)
+    partner[order[pairs + 1]] = order[pairs]
+    return partner
+
+
+def _infer_stream_waits(
+    tree: HostTree, times: WorkTimeline, waits: Ints, communication: Ints
+) -> tuple[Ints, Ints]:
+    """Returns the work that each wait waits for, and the work that it holds back.
+
+    A wait directly behind a record waits for that. Others wait for a communication: for the stream
+    that was given the latest one that nobody has waited for, and there for the earliest. Where that
+    is impossible, or leaves unexplained when the work begins, it is the work of any stream that
+    ended last before.
+    """
+    if not waits.size:
+        return waits, waits
+    work = times.work
+    calls = _find_streams_of_calls(tree, work, waits, communication)
+    record = calls.record.copy()
+    ordered = np.flatnonzero(calls.ends | ((calls.kind == _WAIT) & (record < 0)))
+    ordered = ordered[np.argsort(tree.start[calls.position[ordered]], kind="stable")]
+    partner = _pair_latest_first(calls.ends[ordered])
+    late = np.flatnonzero(partner >= 0)
+    given = ordered[partner[late]]
+    # The k-th wait for a stream is for its k-th record.
+    record[ordered[late[np.argsort(calls.stream[given], kind="stable")]]] = given[
+        np.lexsort((tree.start[calls.position[given]], calls.stream[given]))
+    ]
+    wait = np.flatnonzero(calls.kind == _WAIT)
+    record, now = record[wait], tree.start[calls.position[wait]]
+    recorded = np.where(record >= 0, tree.start[calls.position[record]], now)
+    source = np.where(record >= 0, times.launched_before(calls.stream[record], recorded), -1)
+    target = times.launches_on_after(calls.stream[wait], now)
+    valid = target >= 0
+    # A pair the other way round, where what should have been awaited ended too late
+    back = (calls.record[wait] >= 0) & (source >= 0) & valid
+    back &= work.end[source] > work.start[target] + _CLOCK_TOLERANCE_NS
+    other = times.launched_before(np.where(back, calls.stream[wait], MISSING_VALUE), recorded)
+    held = times.launches_on_after(np.where(back, calls.stream[record], MISSING_VALUE), now)
+    back &= (other >= 0) & (held >= 0)
+    back &= work.end[other] <= work.start[held] + _CLOCK_TOLERANCE_NS
+    source, target = np.where(back, other, source)[valid], np.where(back, held, target)[valid]
+    recorded = recorded[valid]
+    possible = (source >= 0) & (work.end[source] <= work.start[target] + _CLOCK_TOLERANCE_NS)
+    # When the work could have begun by its stream, its launch and what it waits for
+    previous = np.arange(work.row.size) - 1
+    ends = np.where(work.lane[previous] == work.lane, work.end[previous], work.asked)
+    ready = np.maximum(ends, work.asked)
+    np.maximum.at(ready, target[possible], work.end[source[possible]])
+    open_ = ~possible | (work.start[target] - ready[target] > _MAX_START_DELAY_NS)
+    last, held = _find_last_ended(times, target[open_], recorded[open_])
+    return np.append(source[possible], last), np.append(target[possible], held)
+
+
+def _find_last_ended(times: WorkTimeline, target: Ints, until: Ints) -> tuple[Ints, Ints]:
+    """Returns for works the work of other streams that was given before a time and ended last
+    before each began; for a target with k entries that of the last k streams.
+    """
     target, index, count = np.unique(target, return_inverse=True, return_counts=True)
     latest = np.full(target.size, np.iinfo(np.int64).min)
     np.maximum.at(latest, index, until)

@@ -170,7 +170,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         from_end=True,
         to_end=True,
     )
-    wait_edges(edges, tree, times, parts.work_node, records)
+    wait_edges(edges, tree, times, parts.work_node, records, communication=own_communication.work)
     edges.add(
         "synchronize",
         "inferred",

@@ -295,7 +295,13 @@ def _find_blocking_copies(trace: Trace, tree: HostTree, work: DeviceWork) -> _Pa
         & (tree.end[call] >= work.end[copy_work])
         & (tree.end[call] - work.end[copy_work] < _MAX_RETURN_DELAY_NS)
     )
-    is_blocking = blocking | to_host | waited
+    # A synchronisation right behind a call that returned before waits in its place.
+    behind = np.minimum(tree.stop[call], tree.row.size - 1)
+    awaited_after = tree.named(host_tree.STREAM_WAITS, behind) & (
+        tree.lane[behind] == tree.lane[call]
+    )
+    awaited_after &= tree.end[call] < work.end[copy_work]
+    is_blocking = blocking | (to_host & ~awaited_after) | waited
     return call[is_blocking], copy_work[is_blocking], "inferred"
 
 
