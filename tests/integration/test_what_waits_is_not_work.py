@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from support.longest_paths import EFFECTS, SUBJECTS, MadeJob, measure_error, ran
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif
 from traceloom.errors import UsageError
+from traceloom.findings import findings
 from traceloom.graph import Plan, link_session
 from traceloom.graph.graph import Graph
 
@@ -82,3 +84,40 @@ def test_no_false_answer_about_a_made_job_is_trusted(
         error = measure_error(found.saved_ns / 1000, job.true_saving(effect), window)
         assert error <= FALSE or not found.trusted, f"{effect.text}: {error:.0%}"
     assert answers >= 6
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("name", "first", "second", "saved"),
+    [
+        ("pageable", "exposed-copies", "blocking-copy", 0.184),  # 1,717 us of 10.5 ms, 5 of 6 steps
+        ("two_syncs_device_mid", "blocking-item", "blocking-sync", 0.039),
+    ],
+)
+def test_fixes_that_help_only_together_are_told_together(
+    shared_data: Path, name: str, first: str, second: str, saved: float
+) -> None:
+    folder = shared_data / "failing" / name
+    if not folder.exists():
+        pytest.skip("the failing inputs are not on this machine")
+    told = {finding.slug: finding for finding in findings(traceloom.load(folder)).time}
+    assert list(told)[:2] == [first, second]
+    assert f"only together with: {told[second].title[:20]}" in told[first].advice
+    together = sum(told[slug].saving_fraction or 0.0 for slug in (first, second))
+    assert together == pytest.approx(saved, abs=0.005)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_synchronisations_that_hold_each_other_up_save_what_both_cost(
+    tmp_path: Path, seed: int
+) -> None:
+    # The device has work for long enough that nothing but its pauses can be saved
+    job = MadeJob(replace(random_recipe(seed, "two synchronisations"), kernel_us=90.0, steps=8))
+    found = findings(traceloom.load(job.write(tmp_path))).time
+    told = sum(
+        finding.saving_fraction or 0.0 for finding in found if finding.slug.startswith("blocking")
+    )
+    removal = next(effect for effect in EFFECTS if effect.text == "syncs remove")
+    # Of the steps alone; the window has a beginning and an end
+    assert told == pytest.approx(job.true_saving(removal) / job.evaluate(), rel=0.25, abs=0.015)

@@ -53,8 +53,8 @@ class WhatIf(Result):
             each adds up to the window.
         times: New times of all points (2i start, 2i + 1 end of node i), ns since the graph's epoch.
         error_ns: The graph's honest error: how far it is off without any change.
-        trusted: Whether the saving is larger than that error, the law holds, and it may not save
-            less.
+        trusted: Whether the saving is larger than that error and than 1 % of the time, the law
+            holds, and it may not save less.
         lower_bound: Whether it may save more: threads wait for unrecorded causes, which are taken
             as given.
         upper_bound: Whether it may save less: it asks for batches earlier than the workers of the
@@ -153,7 +153,7 @@ def whatif(
         error_ns=abs(kept.honest_error_ns),
         trusted=kept.holds
         and not upper_bound
-        and abs(saved) > abs(kept.honest_error_ns)
+        and abs(saved) > max(abs(kept.honest_error_ns), min_difference_ns)
         and _measure_span(times, start_ns) == after,
         lower_bound=is_lower_bound(Scenario.of(graph), scenario, saved, min_difference_ns, plan),
         upper_bound=upper_bound,
@@ -202,7 +202,9 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
         batch.clear()
 
 
-_MIN_COUNTED_SHARE = 0.01  # of the time: a saving that may be larger by this much is a lower bound
+# Of the time: a saving that may be larger or smaller by this much is a bound, and a smaller one is
+# within what calls and waits differ by chance
+_MIN_COUNTED_SHARE = 0.01
 _BATCH_SCENARIOS = 8
 _MAX_BATCH_VALUES = 2_000_000  # works and delays evaluated together
 

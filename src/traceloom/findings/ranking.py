@@ -159,8 +159,10 @@ def _rank_greedily(
     before: dict[Key, Ints] = {}
     ranked: list[Finding] = []
     sources: list[tuple[Candidate, Context]] = []
+    taken: list[Key] = []
     remaining_ns = context.step_ns
     span_ns = int(np.ptp(steps.base.times(steps.plan))) if remaining else 0
+    first_steps = replace(steps)
     while remaining:
         after = steps.after(remaining)
         saved = {key: steps.saved_ns(key, after[key]) for key in remaining}
@@ -172,7 +174,8 @@ def _rank_greedily(
             same = [
                 key
                 for key in remaining
-                if compute_median_floor(saved[key])
+                if compute_median_floor(before.get(key, 0)) >= min_saving_ns
+                and compute_median_floor(saved[key])
                 < min(min_saving_ns, _MIN_SHARED_SAVING * compute_median_floor(before[key]))
             ]
             alternatives = tuple(
@@ -184,19 +187,26 @@ def _rank_greedily(
                 for key in same
             )
             ranked[-1] = replace(ranked[-1], alternatives=alternatives)
-        remaining = sorted(
-            (key for key in remaining if compute_median_floor(saved[key]) >= min_saving_ns),
-            key=lambda key: -compute_median_floor(saved[key]),
-        )[:_MAX_CANDIDATES]
-        if not remaining:
-            break
-        best = _choose_next_fix(
-            steps,
-            {
-                key: compute_median_floor(saved[key])
-                for key in sorted(remaining, key=position.__getitem__)
-            },
-        )
+            remaining = [key for key in remaining if key not in same]
+        # What saves too little for a finding may save more once another is fixed.
+        remaining = sorted(remaining, key=lambda key: -compute_median_floor(saved[key]))
+        remaining = remaining[:_MAX_CANDIDATES]
+        large = {key: compute_median_floor(saved[key]) for key in remaining}
+        large = {
+            key: large[key]
+            for key in sorted(remaining, key=lambda key: position.get(key, 0))
+            if large[key] >= min_saving_ns
+        }
+        if large:
+            best = _choose_next_fix(steps, large)
+        else:
+            members = _find_joint_fixes(steps, remaining, min_saving_ns)
+            if not members:
+                break
+            best = steps.join(members)
+            remaining = [best, *(key for key in remaining if key not in members)]
+            after = steps.after([best])
+            saved[best] = first_saved[best] = steps.saved_ns(best, after[best])
         finding = _build_finding(
             steps,
             best,
@@ -213,7 +223,10 @@ def _rank_greedily(
         is_bound = is_lower_bound(
             steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan
         )
-        ranked.append(replace(finding, lower_bound=is_bound))
+        needed = _find_needed_fixes(first_steps, best, taken, finding.saving_ns or 0, first_saved)
+        advice = f"{finding.advice} It saves this only together with: {needed}." if needed else ""
+        ranked.append(replace(finding, lower_bound=is_bound, advice=advice or finding.advice))
+        taken.append(best)
         sources.append(
             (typical[best], context) if best in typical else (steps.candidates[best], steps.context)
         )
@@ -254,10 +267,54 @@ def _choose_next_fix(steps: _StepCandidates, saved: dict[Key, int]) -> Key:
             break
         if saving < _SIMILAR_SAVING_SHARE * largest:
             continue
-        both_ns = compute_median_floor(steps.now_ns - steps.after_both(key, largest_key))
+        both_ns = compute_median_floor(steps.now_ns - steps.after_all([key, largest_key]))
         if saving + saved[largest_key] - both_ns >= _MIN_SHARED_SAVING * saving:
             return key
     return largest_key
+
+
+def _find_joint_fixes(
+    steps: _StepCandidates, keys: Sequence[Key], min_saving_ns: float
+) -> list[Key]:
+    """Returns fixes of which none saves enough alone but all together do, without those that add
+    nothing to the others; empty where there are none.
+    """
+    needed = list(keys)
+    if len(needed) < 2:
+        return []
+    shortest = compute_median_floor(steps.after_all(needed))
+    least = compute_median_floor(steps.now_ns) - shortest
+    if least < min_saving_ns:
+        return []
+    for key in reversed(keys):
+        others = [other for other in needed if other != key]
+        after_ns = compute_median_floor(steps.after_all(others))
+        if after_ns - shortest < min(min_saving_ns, _MIN_SHARED_SAVING * least):
+            needed, shortest = others, after_ns
+    return needed
+
+
+def _find_needed_fixes(
+    steps: _StepCandidates,
+    key: Key,
+    taken: Sequence[Key],
+    saving_ns: int,
+    first_saved: dict[Key, Ints],
+) -> str:
+    """Returns the titles of the fixes without which one would save less than half; `steps` is
+    without any.
+    """
+    if compute_median_floor(first_saved[key]) >= _MIN_SHARED_SAVING * saving_ns:
+        return ""
+    alone_ns = first_saved[key]
+    return "; ".join(
+        steps.candidates[other].title
+        for other in taken
+        if compute_median_floor(
+            steps.now_ns - steps.after_all([other, key]) - first_saved[other] - alone_ns
+        )
+        >= _MIN_SHARED_SAVING * (saving_ns - compute_median_floor(alone_ns))
+    )
 
 
 def _build_finding(
@@ -349,10 +406,26 @@ class _StepCandidates:
             lengths[key] = self.lengths(np.maximum(times, measured - max_saved_ns(graph, scenario)))
         return lengths
 
-    def after_both(self, first: Key, second: Key) -> Ints:
-        """Returns the length of each step with two of these fixed, too; ns."""
-        changes = (*self.candidates[first].changes, *self.candidates[second].changes)
-        return self.lengths(self.context.changed(self.base, changes).times(self.plan))
+    def after_all(self, keys: Sequence[Key]) -> Ints:
+        """Returns the length of each step with all of these fixed, too; ns."""
+        changes = [change for key in keys for change in self.candidates[key].changes]
+        fixed = self.context.changed(self.base, changes)
+        measured = get_point_times(self.context.graph)
+        bound = measured - max_saved_ns(self.context.graph, fixed)
+        return self.lengths(np.maximum(fixed.times(self.plan), bound))
+
+    def join(self, keys: Sequence[Key]) -> Key:
+        """Adds several candidates as one; returns its key."""
+        members = [self.candidates[key] for key in keys]
+        joined: Key = (keys[0][0], tuple(change for key in keys for change in key[1]), len(keys))
+        self.candidates[joined] = Candidate(
+            title=f"only together: {'; '.join(member.title for member in members)}",
+            changes=tuple(change for member in members for change in member.changes),
+            confidence=min(member.confidence for member in members),
+            advice=" ".join(dict.fromkeys(member.advice for member in members)),
+            evidence=tuple(seen for member in members for seen in member.evidence[:2]),
+        )
+        return joined
 
     def saved_ns(self, key: Key, after_ns: Ints) -> Ints:
         """Returns the saving of a fix in each step on top of those before it, bounded by what it

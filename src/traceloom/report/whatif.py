@@ -66,7 +66,10 @@ _DELAY_LABELS = {
     "rendezvous": "in meetings of ranks",
     "origin": "before a lane begins",
 }
-_UNTRUSTED_HINT = "The change is smaller than the error of the graph, or the graph misses the law: take it as a hint."
+_UNTRUSTED_HINT = (
+    "The change is smaller than the error of the graph or than 1 % of the time, or the graph misses the law: "
+    "take it as a hint."
+)
 
 
 def build(
