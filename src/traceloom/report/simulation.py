@@ -98,17 +98,21 @@ def describe_simulation(answer: Simulation) -> str:
         interval = (
             f" ({units.format_duration(answer.low_ns)} to {units.format_duration(answer.high_ns)})"
         )
-    error = (
-        ""
-        if answer.identity_error is None
-        else f", give or take {units.format_share(abs(answer.identity_error), 1)}"
-    )
+    # What the answer leaves out, and how far the method is off: neither is the error of the answer.
+    kept = ""
+    if any(notice.slug == "device-kept" for notice in answer.notices):
+        kept = " All work of host and device stays as recorded."
+    elif answer.device is not None and answer.device.host_factor == 1:
+        kept = " Work of the host stays as recorded."
+    if answer.identity_error is not None:
+        share = units.format_share(abs(answer.identity_error), 1)
+        kept += f" Simulated on its own machine, the recording comes back within {share}."
     change = (
         f" ({(answer.after_ns / answer.before_ns - 1) * 100:+.1f} %)" if answer.before_ns else ""
     )
     return (
-        f"{scope} would take {after}{interval} on {answer.machine}{error}; "
-        f"{'by its own durations it takes' if unmeasured else 'it took'} {units.format_duration(answer.before_ns)}{change}."
+        f"{scope} would take {after}{interval} on {answer.machine}; "
+        f"{'by its own durations it takes' if unmeasured else 'it took'} {units.format_duration(answer.before_ns)}{change}.{kept}"
     )
 
 

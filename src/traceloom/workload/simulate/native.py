@@ -243,7 +243,7 @@ def build_device_cases(
             if (
                 device is not None
                 or machine_device is None
-                or error.slug not in {"no-recorded-device", "bad-peak"}
+                or error.slug not in {"no-recorded-device", "bad-peak", "no-device-work"}
             ):
                 raise
             text = f"work of the device takes as long as recorded, not as on {machine_device.name}: {error.message}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from traceloom.cli import main
 from traceloom.errors import UsageError
 from traceloom.formats import load
 from traceloom.graph import Plan, link_session
+from traceloom.report.simulation import describe_simulation
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
+from traceloom.workload.simulate import run
 from traceloom.workload.simulate.device import RULES, Rescaled, rescale
 
 BF16 = "c10::BFloat16"
@@ -148,6 +151,36 @@ def test_host_work_goes_by_its_own_factor() -> None:
     assert moved(trace, "A100 SXM 80GB", host_factor=0.5).account.after_ns == pytest.approx(
         1000 * there_us, rel=0.02
     )
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_interval_covers_a_host_that_nobody_named(seed: int) -> None:
+    chance = random.Random(seed)
+    here_host, factor = chance.uniform(0.5, 120), chance.uniform(0.8, 1.25)
+    trace, _ = planted(H100, host=here_host, layers=chance.randint(4, 12))
+    layers = trace.events.filter(pl.col("name") == "aten::add").height
+    _, there_us = planted(A100, host=here_host * factor, layers=layers)
+    account = moved(trace, A100.name).account
+    assert account.low_ns * 0.98 <= 1000 * there_us <= account.high_ns * 1.02
+
+
+def test_a_job_on_the_cpu_is_not_put_on_another_device() -> None:
+    trace = TraceBuilder().op("aten::mm", 0, 5).op("aten::add", 10, 5).build()
+    with pytest.raises(UsageError) as refused:
+        moved(trace, A100.name, recorded=H100.name)
+    assert refused.value.slug == "no-device-work"
+
+
+def test_the_sentence_tells_what_stays_and_quotes_no_error_of_the_method_as_its_own() -> None:
+    trace, _ = planted(H100)
+    session = Session((trace,), "planted")
+    sentence = describe_simulation(run(session, device=A100.name))
+    assert "Work of the host stays as recorded." in sentence
+    assert "Simulated on its own machine, the recording comes back within" in sentence
+    assert "give or take" not in sentence
+    named = describe_simulation(run(session, device=A100.name, host_factor=0.9))
+    assert "Work of the host" not in named
 
 
 def test_the_host_alone_can_be_another_one_whatever_the_device_is() -> None:
