@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 import traceloom
-from support.longest_paths import EFFECTS, SUBJECTS, MadeJob, measure_error, random_recipe
+from support.longest_paths import (
+    EFFECTS,
+    SUBJECTS,
+    MadeJob,
+    Recipe,
+    measure_error,
+    random_recipe,
+    without_delay,
+)
 from traceloom.changes.changes import parse
 from traceloom.changes.whatif import whatif
 from traceloom.errors import UsageError
@@ -121,3 +129,16 @@ def test_synchronisations_that_hold_each_other_up_save_what_both_cost(
     removal = next(effect for effect in EFFECTS if effect.text == "syncs remove")
     # Of the steps alone; the window has a beginning and an end
     assert told == pytest.approx(job.true_saving(removal) / job.evaluate(), rel=0.25, abs=0.015)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("slow", [1.0, 1.3])
+def test_chance_is_not_sold_as_the_delay_of_a_rank(tmp_path: Path, seed: int, slow: float) -> None:
+    recipe = Recipe(seed, ranks=4, layers=2, kernel_us=8.0, op_us=14.0, reduce=True, spread=0.5)
+    job = MadeJob(replace(recipe, slow=slow))
+    effect, window = without_delay(slow), job.evaluate()
+    found = whatif(link_session(traceloom.load(job.write(tmp_path))), [parse(effect.text)])
+    true = job.true_saving(effect)
+    assert found.saved_ns / 1000 == pytest.approx(true, abs=0.02 * window)
+    assert found.trusted == (slow > 1)

@@ -28,6 +28,9 @@ class Recipe:
     """What a job consists of; times in us.
 
     Attributes:
+        late_us: How much later each rank begins than the one before.
+        spread: Times are so far from their middle at most, as a share of it.
+        slow: The host of rank 1 takes so many times as long.
         workers: Processes of the data loader; 0 for none.
         batch_us: What a worker takes for a batch.
         thread: Whether the backward pass runs on a thread of its own.
@@ -51,6 +54,8 @@ class Recipe:
     kernel_us: float = 30.0
     op_us: float = 12.0
     late_us: float = 0.0
+    slow: float = 1.0
+    spread: float = 0.06
     workers: int = 0
     batch_us: float = 0.0
     thread: bool = True
@@ -77,6 +82,7 @@ class Node:
     after: list[tuple[Node, bool, float]] = field(default_factory=list)
     until: list[tuple[Node, bool, float]] = field(default_factory=list)
     name: str = ""
+    rank: int = -1
     start: float = 0.0
     end: float = 0.0
 
@@ -91,6 +97,7 @@ class Effect:
     delay: Callable[[Node, float], float] = lambda node, delay: delay
 
 
+SLOW_RANK = 1
 _HOST = ("op", "think", "launch", "sync", "next")
 
 
@@ -114,6 +121,14 @@ EFFECTS = (
 )
 
 
+def without_delay(slow: float) -> Effect:
+    """The slow rank is as fast as the others."""
+    return Effect(
+        f"rank {SLOW_RANK} delay remove",
+        lambda node: 1 / slow if node.rank == SLOW_RANK and node.kind in _HOST else 1.0,
+    )
+
+
 class MadeJob:
     """One job of a recipe: its nodes, and what a profiler writes of them."""
 
@@ -130,7 +145,8 @@ class MadeJob:
 
     def draw(self, us: float) -> float:
         """A time near this one."""
-        return us * self._chance.uniform(0.94, 1.06)
+        spread = self.recipe.spread
+        return us * self._chance.uniform(1 - spread, 1 + spread)
 
     def node(self, kind: str, work: float, name: str = "") -> Node:
         self.nodes.append(Node(kind, work, name=name))
@@ -256,7 +272,9 @@ class _Program:
 
     def host(self, kind: str, us: float, name: str = "") -> Node:
         """A piece of the current thread's time."""
-        node = self.job.node(kind, self.job.draw(us), name)
+        slow = self.recipe.slow if self.rank == SLOW_RANK and kind in _HOST else 1.0
+        node = self.job.node(kind, slow * self.job.draw(us), name)
+        node.rank = self.rank
         if self.thread in self.last:
             node.after.append((self.last[self.thread], True, 0.0))
         self.last[self.thread] = node

@@ -173,6 +173,7 @@ def find_optimizer_work(graph: Graph) -> Bools:
     return in_optimizer
 
 
+_NORMAL_DEVIATIONS = 1.4826  # standard deviations of normal values in a median absolute deviation
 _MAX_NAME_CHARS = 80  # characters of a name
 
 
@@ -186,12 +187,14 @@ class Scenario:
         delay_ns: Delay of each edge, residual included, shape (edges,); `ABSENT` where it does not
             hold.
         beside: Nodes that are out of the order of their streams, shape (nodes,).
+        chance_ns: One standard deviation of what was taken away, where it was estimated.
     """
 
     graph: Graph
     work_ns: Ints
     delay_ns: Ints
     beside: Bools
+    chance_ns: float = 0.0
 
     @classmethod
     def of(cls, graph: Graph) -> Scenario:
@@ -207,7 +210,7 @@ class Scenario:
 
     def copy(self) -> Scenario:
         """Returns a copy to change further."""
-        return Scenario(self.graph, self.work_ns.copy(), self.delay_ns.copy(), self.beside)
+        return replace(self, work_ns=self.work_ns.copy(), delay_ns=self.delay_ns.copy())
 
     def times(self, plan: Plan) -> Ints:
         """Returns the times of all points, shape (2 x nodes,); `plan` is that of the measured
@@ -327,8 +330,10 @@ def stop_waiting(out: Scenario, change: Change, selected: Bools) -> None:
 
 
 def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> None:
-    """Reduces the chosen ranks' work of each name in each step to at most that of the median
-    rank.
+    """Reduces the chosen ranks' work of each name to at most that of the median rank.
+
+    What a rank does more in some steps and less in others is chance: of each name, all steps
+    together lose what they exceed the median by together, and so do all names.
     """
     ranks = np.unique(out.graph.node_ranks)
     late = np.isin(ranks, change.selection.ranks)
@@ -348,10 +353,9 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     nodes = out.graph.nodes.select(
         pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical()
     )[rows]
-    same = nodes["step"].to_numpy() * len(graph_schema.NODE_KINDS) + nodes["kind"].to_numpy()
-    alike = np.unique(
-        same * (out.graph.names.len() + 1) + out.graph.name_numbers[rows], return_inverse=True
-    )[1]
+    keys = nodes["kind"].to_numpy() * (out.graph.names.len() + 1) + out.graph.name_numbers[rows]
+    names, name = np.unique(keys, return_inverse=True)
+    pairs, alike = np.unique(nodes["step"].to_numpy() * names.size + name, return_inverse=True)
     rank_index = np.searchsorted(ranks, out.graph.node_ranks[rows])
     # A batch that is awaited is work of its rank, as far as the others do not wait, too.
     ready = out.batches()
@@ -363,10 +367,27 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     # Ranks without such work count as 0.
     sums = np.zeros((int(alike.max(initial=-1)) + 1, ranks.size), dtype=np.int64)
     np.add.at(sums, (alike, rank_index), work[rows])
-    typical = np.median(sums[:, np.isin(ranks, other_ranks)], axis=1, keepdims=True)
-    factor = np.minimum(typical / np.maximum(sums, 1), 1.0)[alike, rank_index]
-    is_late = late[rank_index]
-    out.work_ns[rows[is_late]] = np.rint(work[rows] * factor)[is_late].astype(np.int64)
+    typical = np.median(sums[:, np.isin(ranks, other_ranks)], axis=1)
+    device = np.isin(out.graph.nodes["kind"].cast(pl.String)[rows], _DEVICE_KINDS)
+    on_device = np.zeros(pairs.size, dtype=np.bool_)
+    on_device[alike] = device
+    excess, net = pl.col("excess"), pl.col("excess").sum().over("name")
+    over = excess.clip(lower_bound=0)
+    deviation = (excess - excess.median()).abs().median() * _NORMAL_DEVIATIONS
+    for column in np.flatnonzero(late):
+        table = pl.DataFrame(
+            {"name": pairs % names.size, "excess": sums[:, column] - typical, "side": on_device}
+        ).with_columns(
+            less=over * (net.clip(lower_bound=0) / over.sum().over("name")).fill_nan(0.0),
+            chance=(deviation * pl.len().sqrt()).over("name"),
+        )
+        # Of host and device each no more than they exceed the others by in total
+        total = (excess.sum() / pl.col("less").sum()).over("side").fill_nan(0.0).clip(0.0, 1.0)
+        less = table.select(pl.col("less") * total).to_series().to_numpy()
+        factor = 1 - less / np.maximum(sums[:, column], 1)
+        own = rank_index == column
+        out.work_ns[rows[own]] = np.rint(work[rows[own]] * factor[alike[own]]).astype(np.int64)
+        out.chance_ns += float(np.sqrt((table.unique("name")["chance"].to_numpy() ** 2).sum()))
     # Ranks that begin later than the median of the others begin when that does.
     first_starts = find_first_starts(
         out.graph, graph_schema.HOST, graph_schema.THINK, graph_schema.LAUNCH

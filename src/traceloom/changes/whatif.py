@@ -59,6 +59,8 @@ class WhatIf(Result):
             as given.
         upper_bound: Whether it may save less: it asks for batches earlier than the workers of the
             data loader are known to have them ready.
+        chance_ns: Half the width of the 95 % interval of the saving, where it is of what a rank
+            does more than others, which differs from step to step; else 0.
     """
 
     changes: tuple[str, ...]
@@ -75,6 +77,7 @@ class WhatIf(Result):
     trusted: bool
     lower_bound: bool
     upper_bound: bool = False
+    chance_ns: int = 0
 
 
 def whatif(
@@ -118,6 +121,7 @@ def whatif(
     after = max(_measure_span(times, start_ns), min_after_ns)
     saved = before - after
     min_difference_ns = round(_MIN_COUNTED_SHARE * before)
+    chance_ns = round(_INTERVAL_DEVIATIONS * scenario.chance_ns)
     upper_bound = saved > 0 and may_lack_batches(graph, times, min_difference_ns)
     spans = (
         graph.nodes.select(
@@ -153,10 +157,12 @@ def whatif(
         error_ns=abs(kept.honest_error_ns),
         trusted=kept.holds
         and not upper_bound
-        and abs(saved) > max(abs(kept.honest_error_ns), min_difference_ns)
+        and abs(saved)
+        > max(abs(kept.honest_error_ns), min_difference_ns, _MIN_INTERVALS * chance_ns)
         and _measure_span(times, start_ns) == after,
         lower_bound=is_lower_bound(Scenario.of(graph), scenario, saved, min_difference_ns, plan),
         upper_bound=upper_bound,
+        chance_ns=chance_ns,
     )
 
 
@@ -205,6 +211,8 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
 # Of the time: a saving that may be larger or smaller by this much is a bound, and a smaller one is
 # within what calls and waits differ by chance
 _MIN_COUNTED_SHARE = 0.01
+_INTERVAL_DEVIATIONS = 1.96  # standard deviations
+_MIN_INTERVALS = 3  # times the half of its interval is a saving that can be trusted
 _BATCH_SCENARIOS = 8
 _MAX_BATCH_VALUES = 2_000_000  # works and delays evaluated together
 

@@ -104,6 +104,7 @@ def build(
         "trusted": result.trusted,
         "lower_bound": result.lower_bound,
         "upper_bound": result.upper_bound,
+        "chance_ns": result.chance_ns,
     }
 
 
@@ -125,6 +126,8 @@ def describe_whatif(result: WhatIf, step: int | None) -> str:
             f"; without the profiler, which makes steps {result.host_ratio:.2f} × as long, about "
             f"{units.format_duration(abs(result.rescaled_saved_ns))}"
         )
+    if result.chance_ns:
+        text += f"; by chance {units.format_duration(result.chance_ns)} more or less"
     if result.upper_bound:
         text += "; whether the workers of the data loader keep up with that was not recorded"
     return f"{text}."

@@ -64,3 +64,4 @@ class WhatIfDocument(DocumentHead):
     trusted: bool
     lower_bound: bool
     upper_bound: bool
+    chance_ns: int
