@@ -208,13 +208,28 @@ class PlainScenario:
         working = {
             row["node"] for row in self.nodes if row["kind"] in ("host", "think", "launch", *DEVICE)
         }
-        for group in self._by(working, "step", "kind", "name").values():
-            by_rank = self._by(group, "rank")
-            took = {rank: sum(self.work[node] for node in some) for rank, some in by_rank.items()}
-            usual = median(took.get((rank,), 0) for rank in others)
-            for rank in late:
-                for node in by_rank.get((rank,), ()):
-                    self.work[node] = round(self.work[node] * min(usual / max(took[rank,], 1), 1.0))
+        before = dict(enumerate(self.work))
+        for rank in ranks & set(late):
+            sides: dict[bool, list[tuple[float, float, int, list[int]]]] = {True: [], False: []}
+            net = {True: 0.0, False: 0.0}
+            for (kind, _), alike in self._by(working, "kind", "name").items():
+                side, steps = kind in DEVICE, []
+                for group in self._by(alike, "step").values():
+                    by_rank = self._by(group, "rank")
+                    took = {(r,): 0 for r in ranks}
+                    took |= {r: sum(before[node] for node in some) for r, some in by_rank.items()}
+                    more = took[rank,] - median(took[other,] for other in others)
+                    steps.append((more, max(more, 0), took[rank,], by_rank.get((rank,), [])))
+                total, over = sum(step[0] for step in steps), sum(step[1] for step in steps)
+                net[side] += total
+                share = max(total, 0) / over if over else 0.0
+                sides[side] += [(more, up * share, own, nodes) for more, up, own, nodes in steps]
+            for side, steps in sides.items():
+                less = sum(step[1] for step in steps)
+                share = min(max(net[side] / less, 0.0), 1.0) if less else 0.0
+                for _, up, own, nodes in steps:
+                    for node in nodes:
+                        self.work[node] = round(before[node] * (1 - up * share / max(own, 1)))
         begins = {
             rank: min(
                 row["start_ns"]

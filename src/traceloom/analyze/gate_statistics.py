@@ -81,7 +81,7 @@ def estimate_from_runs(
     centre = np.array([values[: counts[0]].mean(), values[counts[0] :].mean()])
     run_sides = np.repeat([0, 1], counts)
     run_centres = centre[run_sides]
-    freedom = len(runs) - 2
+    freedom = float(len(runs) - 2)
     scatter = _divide_by_centre(values, run_centres) - 1
     variance = float((scatter**2).sum()) / freedom
     # Each run again from its own steps, relative to its side.
@@ -104,6 +104,10 @@ def estimate_from_runs(
         )
     deviation = math.sqrt(max(variance, floor))
     effect = _compute_effect(centre, deviation * abs(float(centre[0])))
+    # What the steps say of a run is known better than what few runs say.
+    if 0 < variance < floor:
+        known = sum(count_independent_steps(run) - 1 for run in runs)
+        freedom = max(freedom, min(freedom * floor / variance, known))
     return Resampled(sides[0], sides[1], freedom, effect, math.sqrt(variance))
 
 
@@ -159,11 +163,17 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
         blocks = max(steps.size / length, 2.0)
         value = float(statistic(steps))
         step_draws = _draw_step_values(generator, steps, statistic)
-        # The scatter of a sample has one degree of freedom less than it has blocks.
-        step_draws = value + (step_draws - value) * math.sqrt(blocks / (blocks - 1))
+        # The scatter of a sample has one degree of freedom less than it has blocks, and that of a
+        # mean is at least that of so many independent steps: blocks of few steps miss the rest.
+        independent = count_independent_steps(steps)
+        least = math.sqrt(float(steps.var(ddof=1)) / (independent - 1))
+        mean_draws = _draw_step_values(generator, steps, get_statistic("mean"))
+        deviation = max(float(mean_draws.std()), 1e-300)
+        scale = max(math.sqrt(blocks / (blocks - 1)), least / deviation)
+        step_draws = value + (step_draws - value) * scale
         draws.append(step_draws)
         variances.append(float(step_draws.var()))
-        freedoms.append(blocks - 1)
+        freedoms.append(min(blocks, independent) - 1)
     total = sum(variances)
     parts = sum(
         variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True)
@@ -220,6 +230,22 @@ def choose_block_length(steps: Floats) -> int:
     return int(min(max(math.ceil(length), 1), max(count // 4, 1)))
 
 
+def count_independent_steps(steps: Floats) -> float:
+    """Returns how many independent steps would tell as much about the mean, by the correlation of
+    neighbours, which short runs show too small (Kendall 1954); at least 2.
+    """
+    count = steps.size
+    centred = steps - steps.mean()
+    power = float((centred**2).sum())
+    if count < _MIN_CORRELATED_STEPS or power <= 0:
+        return max(float(count), 2.0)
+    correlation = float((centred[1:] * centred[:-1]).sum()) / power
+    correlation = min(max((count * correlation + 1) / (count - 4), 0.0), _MAX_CORRELATION)
+    return max(count * (1 - correlation) / (1 + correlation), 2.0)
+
+
+_MIN_CORRELATED_STEPS = 6  # fewer do not show whether neighbours are alike
+_MAX_CORRELATION = 0.98
 _STUDENT_T_QUANTILES = {
     1: 12.7062,
     2: 4.3027,
