@@ -208,27 +208,13 @@ class WorkTimeline:
 
     def thread_launched_before(self, thread: Ints, time: Ints) -> Ints:
         """Returns the last work that a host thread launched before a time."""
-        index = self._insertion_point(thread, time) - 1
-        valid = index >= 0
-        valid[valid] = self._thread[index[valid]] == thread[valid]
-        return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
-
-    def thread_launches_after(self, thread: Ints, time: Ints) -> Ints:
-        """Returns the first work that a host thread launches at or after a time."""
-        index = self._insertion_point(thread, time)
-        valid = index < self._thread.size
-        valid[valid] = self._thread[index[valid]] == thread[valid]
-        index = np.where(valid, index, 0)
-        return np.where(valid, self._submitted[index] if self._submitted.size else -1, -1)
-
-    def _insertion_point(self, thread: Ints, time: Ints) -> Ints:
-        """Returns the index at which (thread, time) would be inserted among the launches."""
-        out = np.zeros(thread.size, dtype=np.int64)
+        out = np.full(thread.size, -1, dtype=np.int64)
         for number in np.unique(thread).tolist():
-            on_thread = thread == number
-            low = np.searchsorted(self._thread, number, "left")
-            high = np.searchsorted(self._thread, number, "right")
-            out[on_thread] = low + np.searchsorted(self._asked[low:high], time[on_thread])
+            on_thread = np.flatnonzero(thread == number)
+            low, high = (np.searchsorted(self._thread, number, side) for side in ("left", "right"))
+            index = low + np.searchsorted(self._asked[low:high], time[on_thread]) - 1
+            found = index >= low
+            out[on_thread[found]] = self._submitted[index[found]]
         return out
 
 
