@@ -33,7 +33,7 @@ _MIN_IDLE_NS = 100_000  # a thread that has had nothing to do for this long was 
 _MAX_WAKER_AGE_NS = 1_000_000  # by what ended no longer ago than this
 _MIN_WORKED_SHARE = 0.5  # in which it ran at least: it worked
 _MIN_LOADER_WAIT_NS = 100_000  # a call for a batch that takes so long,
-_MIN_LOADER_WAIT_SHARE = 0.05  # and this share of the time since the one before, waits
+_MIN_LOADER_WAIT_SHARE = 0.05  # and this share of the usual time between two, waits
 
 
 class ThreadHandOffs(Struct, frozen=True):
@@ -212,12 +212,9 @@ def find_loader_waits(trace: Trace, tree: HostTree, host: Segments) -> Ints:
     length = (host.end - host.start)[segment]
     owner = np.repeat(np.arange(call.size), count)
     longest: Ints = segment[np.lexsort((length, owner))[offsets + count - 1]]
-    # From the call before; of the first one until the next
-    period = np.diff(tree.start[call], append=np.iinfo(np.int64).max)
-    period[np.append(np.diff(tree.lane[call]) != 0, True)] = 0
-    period = np.where(period > 0, period, np.append(0, period[:-1]))
     span = host.end[longest] - host.start[longest]
-    waits = span >= np.maximum(_MIN_LOADER_WAIT_NS, _MIN_LOADER_WAIT_SHARE * period)
+    period = float(np.median(np.diff(tree.start[call]))) if call.size > 1 else 0.0
+    waits = span >= max(_MIN_LOADER_WAIT_NS, _MIN_LOADER_WAIT_SHARE * period)
     waits &= ~CpuTime.of(trace).worked(host.lane[longest], host.start[longest], host.end[longest])
     return longest[waits]
 
