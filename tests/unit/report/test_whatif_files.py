@@ -24,6 +24,7 @@ DOCUMENT = {
     "ranks": [{"rank": rank, "before_ns": 10, "after_ns": 8, "saved_ns": 2} for rank in (0, 1)],
     "path": [{"what": "kernel", "kind": HOSTILE, "before_ns": 10, "after_ns": 8}],
     "trusted": False,
+    "upper_bound": False,
     "law": {"sentence": "The law holds.", "honest_error": 0.01},
 }
 
@@ -64,3 +65,9 @@ def test_a_picture_of_a_sweep_falls_where_the_time_falls() -> None:
     assert len(set(heights)) == 3
     places = [float(dot.attrib["cx"]) for dot in dots]
     assert places[2] - places[1] == pytest.approx(2 * (places[1] - places[0]), abs=0.5)
+
+
+def test_a_bound_is_told_as_one() -> None:
+    text = render_markdown({**DOCUMENT, "upper_bound": True})
+    assert "It is a bound." in text
+    assert "take it as a hint" not in text

@@ -291,6 +291,7 @@ def test_a_graph_with_nothing_on_its_lanes_has_a_page_without_a_timeline(tmp_pat
         "ranks": [],
         "path": [],
         "trusted": True,
+        "upper_bound": False,
         "law": {"sentence": "It holds.", "honest_error": 0.0},
         "traceloom": "0.0.0",
     }
