@@ -372,7 +372,8 @@ class _Program:
             self.job.meet(key, self.recipe.transfer_us, part)
             return self.record(stream)
 
-        return self.op(op, lambda: self.op("record_param_comms", inside, **about))
+        event: Node | None = self.op(op, lambda: self.op("record_param_comms", inside, **about))
+        return event
 
     # -- the job ---------------------------------------------------------------------------------
 
