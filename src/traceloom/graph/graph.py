@@ -133,6 +133,11 @@ GRAPH_SCHEMAS: dict[str, pl.Schema] = {
     ),
     # kind: HtoD, DtoH, DtoD, PtoP, HtoH, fill, unknown
     "transfers": build_schema("node kind source_memory target_memory"),
+    # Nodes of another writer's file: id and type there, and the tensors and attributes that nothing else
+    # here holds, as encoded; null where there are none.
+    "foreign": pl.Schema(
+        {"node": Node, "id": pl.UInt64, "type": pl.Int32, "attributes": pl.Binary}
+    ),
     "host_ops": pl.Schema({**build_schema("rank"), **HOST_OPS}),
     # Traces are paths. The offset is added to this rank's times, 0 where nothing was fitted; the
     # drift is in ns per ns; the residual is what the fit leaves, null where nothing was fitted.
@@ -318,6 +323,7 @@ class Graph:
         lanes: Host threads and device streams of all ranks.
         communication: What is known of each communication node.
         transfers: Kinds of memory of copies and fills.
+        foreign: What files of other writers say beside the rest.
         host_ops: The ops of the host traces, for writers of other formats.
         ranks: The recorded ranks and their clocks.
         delays: The calibrated delays of the edge classes.
@@ -334,6 +340,7 @@ class Graph:
     lanes: pl.DataFrame = field(default_factory=lambda: build_empty_frame("lanes"))
     communication: pl.DataFrame = field(default_factory=lambda: build_empty_frame("communication"))
     transfers: pl.DataFrame = field(default_factory=lambda: build_empty_frame("transfers"))
+    foreign: pl.DataFrame = field(default_factory=lambda: build_empty_frame("foreign"))
     host_ops: pl.DataFrame = field(default_factory=lambda: build_empty_frame("host_ops"))
     ranks: pl.DataFrame = field(default_factory=lambda: build_empty_frame("ranks"))
     delays: pl.DataFrame = field(default_factory=lambda: build_empty_frame("delays"))
@@ -472,6 +479,7 @@ class Graph:
             ("nodes", "lane", "lanes"),
             ("communication", "node", "nodes"),
             ("transfers", "node", "nodes"),
+            ("foreign", "node", "nodes"),
         ):
             highest = getattr(self, name)[column].max()
             if isinstance(highest, int) and highest >= getattr(self, target).height:
@@ -593,6 +601,7 @@ _FORMAT = ArchiveFormat(
         "lanes": ("lane", "rank", "kind"),
         "communication": ("node",),
         "transfers": ("node",),
+        "foreign": ("node", "id", "type"),
         "ranks": ("rank",),
     },
     hint="write it again with `traceloom link`",

@@ -473,7 +473,10 @@ def _build_coverage(graph: Graph, parts: pl.DataFrame) -> pl.DataFrame:
 
 
 # Frames whose rows refer to nodes, and the columns that do.
-_NODE_COLUMNS = {"edges": ("source", "target"), "communication": ("node",), "transfers": ("node",)}
+_NODE_COLUMNS = {
+    "edges": ("source", "target"),
+    **dict.fromkeys(("communication", "transfers", "foreign"), ("node",)),
+}
 
 
 def join_ranks(parts: Sequence[Graph], name: str = "") -> Graph:

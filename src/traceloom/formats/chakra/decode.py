@@ -5,7 +5,7 @@ The opposite of `traceloom.formats.chakra.encode`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,17 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from traceloom.errors import InputError
-from traceloom.formats.chakra.encode import DELIMITED, FIXED32, FIXED64, VARINT, Bytes
+from traceloom.formats.chakra.encode import (
+    DELIMITED,
+    FIXED32,
+    FIXED64,
+    VARINT,
+    ByteRows,
+    Bytes,
+    concatenate_rows,
+    encode_varints,
+    join_columns,
+)
 from traceloom.formats.chakra.et_pb2 import AttributeProto, Node
 from traceloom.formats.chakra.files import Block
 from traceloom.trace.array_types import Ints
@@ -362,6 +372,7 @@ class NodeColumns:
     inputs: dict[int, tuple[Ints, list[str]]]
     outputs: dict[int, tuple[Ints, list[str]]]
     attributes: dict[str, _Attributes] = field(repr=False)
+    _rest: tuple[Fields, Ints] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.id)
@@ -388,6 +399,33 @@ class NodeColumns:
                 True,
             )
         return pl.Series(name, values).set(pl.Series(~present), None)
+
+    def others(self, held: NDArray[np.bool_]) -> pl.Series:
+        """Returns the tensors and attributes of each node that are held nowhere else, as encoded;
+        null where there are none.
+
+        Args:
+            held: Whether each node's attribute is held elsewhere, by the position of its name
+                among those that were asked for; the last row is of all other names, the one before
+                of the tensors. Shape (names + 2, nodes).
+        """
+        rest, code = self._rest
+        fields = rest.where(~held[code, rest.row])
+        total = int(fields.value.sum())
+        offset = np.repeat(fields.begin - np.cumsum(fields.value) + fields.value, fields.value)
+        rows = join_columns(
+            [
+                encode_varints(fields.number << 3 | DELIMITED),
+                encode_varints(fields.value),
+                ByteRows(self.source.bytes[offset + np.arange(total)], fields.value),
+            ]
+        )
+        rows = concatenate_rows(rows, np.bincount(fields.row, minlength=len(self)))
+        data, ends = rows.data.tobytes(), np.cumsum(rows.lengths)
+        out: list[bytes | None] = [None] * len(self)
+        for row in np.flatnonzero(rows.lengths).tolist():
+            out[row] = data[ends[row] - rows.lengths[row] : ends[row]]
+        return pl.Series("attributes", out, dtype=pl.Binary)
 
     def strings(self, name: str) -> pl.Series:
         """Returns a text per node; null where it is absent or not a text."""
@@ -516,6 +554,9 @@ class Decoder:
                 attributes[name] = _Attributes(
                     messages.row[indices], *(column[indices] for column in columns)
                 )
+        rest = parsed.where((parsed.kind == DELIMITED) & (parsed.number >= 8))
+        rest_code = np.full(len(rest.row), -2, np.int64)
+        rest_code[rest.number == 10] = code
         return NodeColumns(
             source=source,
             id=_extract_numbers(parsed, 1, count),
@@ -528,6 +569,7 @@ class Decoder:
             inputs=_decode_tensors(source, parsed.numbered(8, DELIMITED)),
             outputs=_decode_tensors(source, parsed.numbered(9, DELIMITED)),
             attributes=attributes,
+            _rest=(rest, rest_code),
         )
 
 

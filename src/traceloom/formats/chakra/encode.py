@@ -111,6 +111,12 @@ def encode_texts(series: pl.Series) -> ByteRows:
     return ByteRows(np.frombuffer(joined.encode(), np.uint8), lengths)
 
 
+def encode_binary(series: pl.Series) -> ByteRows:
+    """Returns rows of bytes that are encoded already; null as no bytes."""
+    lengths = series.bin.size("b").fill_null(0).cast(pl.Int64).to_numpy()
+    return ByteRows(np.frombuffer(b"".join(series.drop_nulls()), np.uint8), lengths)
+
+
 def join_columns(parts: Sequence[ByteRows]) -> ByteRows:
     """Concatenates the bytes of all parts row by row."""
     parts = [part for part in parts if len(part.data)] or list(parts[:1])

@@ -37,6 +37,7 @@ from traceloom.graph.graph import (
 )
 from traceloom.trace.array_types import Ints
 from traceloom.trace.notice import Notice
+from traceloom.workload.chakra.graph_layout import collect_others
 
 _NUMBERS = (
     "is_cpu_op",
@@ -55,7 +56,7 @@ _COLUMNS = pl.Schema(
     {name: pl.Int64() for name in ("id", "type", "start_us", "duration_us")}
     | {"name": pl.String()}
     | {name: pl.Int64() for name in _NUMBERS}
-    | {"pg_name": pl.String()}
+    | {"pg_name": pl.String(), "attributes": pl.Binary()}
 )
 _KINDS = {
     int(NodeType.COMM_SEND_NODE): SEND,
@@ -173,7 +174,9 @@ def _decode_graph(
                 name: getattr(columns, name) for name in ("id", "type", "start_us", "duration_us")
             }
             frame = pl.DataFrame({**base_columns, "name": columns.names}).with_columns(
-                *(columns.numbers(name) for name in _NUMBERS), columns.strings("pg_name")
+                *(columns.numbers(name) for name in _NUMBERS),
+                columns.strings("pg_name"),
+                collect_others(columns, ATTRIBUTES, ours=False),
             )
             frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
             added = columns.lists(ADDED, "uint64_list")
@@ -398,7 +401,11 @@ def _assemble_graph(
     communication = rows.cast(
         GRAPH_SCHEMAS["communication"], strict=False
     )  # a peer that is not a rank is unknown
+    foreign = decoded.select(
+        pl.Series("node", moved), pl.col("id").reinterpret(signed=False), "type", "attributes"
+    )
     return Graph(
+        foreign=foreign.cast(GRAPH_SCHEMAS["foreign"]),
         nodes=nodes.select(GRAPH_SCHEMAS["nodes"].names()).cast(GRAPH_SCHEMAS["nodes"]),
         edges=edges.select(schema.names()).cast(schema).sort("target", maintain_order=True),
         lanes=lanes,

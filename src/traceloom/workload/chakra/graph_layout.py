@@ -9,20 +9,24 @@ express them for other tools as far as possible.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import msgspec
+import numpy as np
 import polars as pl
 
 from traceloom import __version__
 from traceloom.errors import InputError, other_version
+from traceloom.formats.chakra.decode import NodeColumns
 from traceloom.formats.chakra.et_pb2 import (
     AttributeProto,
     CollectiveCommType,
     GlobalMetadata,
     NodeType,
 )
+from traceloom.formats.chakra.nodes import ADDED
 from traceloom.graph.graph import (
     ARRIVAL,
     COLLECTIVE,
@@ -118,6 +122,61 @@ HOST_OUTPUTS = ("outputs", "output_shapes", "output_types")
 
 EDGES, EDGES_OUT, CARRIED_NODES = "edges", "edges_out", "carried"
 PER_EDGE = 4  # numbers of an edge in `edges`: source, code, delay, residual
+
+# Attributes that other frames of the graph hold, on nodes of these types.
+_COLLECTIVE, _MESSAGES = (NodeType.COMM_COLL_NODE,), COMMUNICATION_TYPES[:2]
+_HELD_BY_TYPE: dict[str, Sequence[int]] = {
+    "is_cpu_op": NodeType.values(),
+    ADDED: NodeType.values(),
+    "comm_type": _COLLECTIVE,
+    "comm_size": COMMUNICATION_TYPES,
+    "pg_name": COMMUNICATION_TYPES,
+    **dict.fromkeys(("comm_src", "comm_dst", "comm_tag"), _MESSAGES),
+    "tensor_size": (NodeType.MEM_LOAD_NODE, NodeType.MEM_STORE_NODE),
+}
+FOREIGN_ID = "foreign_id"
+ATTRIBUTES = tuple(
+    dict.fromkeys(
+        (
+            *NODE_NUMBERS,
+            *NODE_TEXTS,
+            *COMMUNICATION_NUMBERS,
+            *COMMUNICATION_TEXTS,
+            *COMMUNICATION_LISTS,
+            *TRANSFER_TEXTS,
+            *HOST_NUMBERS,
+            *HOST_TEXTS,
+            EDGES,
+            EDGES_OUT,
+            CARRIED_NODES,
+            *_HELD_BY_TYPE,
+            "device",
+            "stream",
+            FOREIGN_ID,
+        )
+    )
+)
+
+
+def collect_others(columns: NodeColumns, names: Sequence[str], *, ours: bool) -> pl.Series:
+    """Returns the tensors and attributes of each node that nothing but `Graph.foreign` holds.
+
+    Args:
+        columns: The nodes.
+        names: The attributes that were decoded.
+        ours: Whether the file was written from a graph.
+    """
+    held = np.full((len(names) + 2, len(columns)), ours)
+    held[-2], held[-1] = columns.has(HOST_OP_MARKER) & ours, False
+    for number, name in enumerate(names):
+        if name in _HELD_BY_TYPE:
+            held[number] = np.isin(columns.type, _HELD_BY_TYPE[name])
+        elif name in HOST_NUMBERS or name in HOST_TEXTS:
+            held[number] = held[-2]
+        elif name == "stream":
+            held[number] = (columns.numbers("is_cpu_op") != 1).fill_null(value=True).to_numpy()
+    return columns.others(held)
+
 
 # Attributes that mark a row of a side frame; without a value, the first column of the row is null.
 COMMUNICATION_MARKER, TRANSFER_MARKER, HOST_OP_MARKER = "comm_kind", "copy_kind", "host_row"

@@ -39,19 +39,6 @@ from traceloom.workload.chakra import graph_foreign, graph_layout as layout
 from traceloom.workload.chakra.graph_layout import Header, is_ours
 from traceloom.workload.chakra.graph_write import WINDOW, GraphWriter
 
-ATTRIBUTES = (
-    *layout.NODE_NUMBERS,
-    *layout.NODE_TEXTS,
-    *layout.COMMUNICATION_NUMBERS,
-    *layout.COMMUNICATION_TEXTS,
-    *layout.COMMUNICATION_LISTS,
-    *layout.TRANSFER_TEXTS,
-    *layout.HOST_NUMBERS,
-    *layout.HOST_TEXTS,
-    layout.EDGES,
-    layout.EDGES_OUT,
-    layout.CARRIED_NODES,
-)
 _WIDE_EDGES = build_schema(
     "source target code delay_ns residual_ns", {"source": pl.Int64, "target": pl.Int64}
 )
@@ -68,6 +55,7 @@ class GraphPart:
     edges: pl.DataFrame
     communication: pl.DataFrame
     transfers: pl.DataFrame
+    foreign: pl.DataFrame
     host_ops: pl.DataFrame
 
 
@@ -81,7 +69,7 @@ def read_part(header: Header, blocks: Iterable[Block], location: str) -> GraphPa
         name: [] for name in GraphPart.__annotations__ if name != "header"
     }
     try:
-        for columns in Decoder(ATTRIBUTES, location).columns(blocks):
+        for columns in Decoder(layout.ATTRIBUTES, location).columns(blocks):
             for name, frame in _decode_frames(columns, header).items():
                 collected[name].append(frame)
         part_schemas = {
@@ -194,6 +182,18 @@ def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFra
     )
     host_ops = host_ops.with_columns(pl.coalesce("name", pl.Series(columns.names)).alias("name"))
     host_ops = host_ops.filter(pl.Series(columns.has(layout.HOST_OP_MARKER)))
+    frames["foreign"] = (
+        pl.DataFrame(
+            {
+                "node": columns.id,
+                "id": columns.numbers(layout.FOREIGN_ID).cast(pl.Int64).reinterpret(signed=False),
+                "type": columns.type,
+                "attributes": layout.collect_others(columns, layout.ATTRIBUTES, ours=True),
+            }
+        )
+        .drop_nulls("id")
+        .cast(GRAPH_SCHEMAS["foreign"])
+    )
     return frames | {"host_ops": host_ops.select(_HOST_OPS.names()).cast(_HOST_OPS)}
 
 
@@ -266,7 +266,7 @@ def merge_parts(parts: Sequence[GraphPart], location: str) -> Graph:
         notices = (*notices, Notice("chakra-missing-ranks", "warning", message, lost))
     node_frames = {
         name: pl.concat([getattr(part, name) for part in parts])
-        for name in ("communication", "transfers")
+        for name in ("communication", "transfers", "foreign")
     }
     rank_frames = {
         name: pl.concat([head.frames[name] for head in heads]) for name in ("ranks", "coverage")
@@ -329,6 +329,7 @@ _SHIFTED = {
     "lanes": {"lane": "lanes"},
     "communication": {"node": "nodes"},
     "transfers": {"node": "nodes"},
+    "foreign": {"node": "nodes"},
 }
 
 

@@ -137,6 +137,7 @@ class GraphWriter:
         self._beside = {
             "communication": graph.communication,
             "transfers": graph.transfers,
+            "foreign": graph.foreign,
             "hosts": self._hosts,
             "carried": self._carried,
         }
@@ -204,6 +205,8 @@ class GraphWriter:
         if transfer is not None:
             stores = transfer["kind"].is_in(layout.STORES).fill_null(value=False).to_numpy()
             types[stores & (kind == NODE_KINDS.index(COPY))] = int(NodeType.MEM_STORE_NODE)
+        if (foreign := self._joined(nodes.select("node"), ids, "foreign")) is not None:
+            types = foreign["type"].fill_null(pl.Series(types)).to_numpy()
         start = nodes["start_ns"].to_numpy()
         end = start + nodes["duration_ns"].to_numpy()
         micros = np.maximum(start, 0) // 1000
@@ -237,6 +240,11 @@ class GraphWriter:
             is_bare = (transfer["node_there"].is_not_null() & transfer["kind"].is_null()).to_numpy()
             fields += encode.encode_bare_attribute(layout.TRANSFER_MARKER, is_bare)
         fields += [] if host is None else _encode_host_attributes(host)
+        if foreign is not None:
+            fields += [
+                *_encode_numbers(layout.FOREIGN_ID, foreign["id"].reinterpret(signed=True)),
+                encode.encode_binary(foreign["attributes"]),
+            ]
         for name, lists in ((layout.EDGES, self._in), (layout.EDGES_OUT, self._out)):
             counts, values = lists.of(ids)
             fields += encode.encode_number_list_attribute(
