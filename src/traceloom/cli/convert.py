@@ -14,7 +14,6 @@ from traceloom.cli.outputs import Progress
 from traceloom.errors import UsageError
 
 if TYPE_CHECKING:
-    from traceloom.graph.graph import Graph
     from traceloom.trace.notice import Notice
     from traceloom.workload.chakra.convert import ConversionInput
 
@@ -62,6 +61,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="for astra-sim: no nodes of the host; their time and order stay",
     )
     parser.add_argument(
+        "--groups",
+        type=Path,
+        metavar="FILE",
+        help="the group file, where it is not beside the files",
+    )
+    parser.add_argument(
         "--strict",
         action="store_true",
         help="refuse files that are cut, instead of taking what is whole",
@@ -95,11 +100,13 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.output)
     with (
         Progress(enabled=not args.quiet) as progress,
-        convert.ConversionInput(Path(args.input), args.strict, progress.show) as source,
+        convert.ConversionInput(
+            Path(args.input), args.groups, args.strict, progress.show
+        ) as source,
     ):
         files, nodes, notices, following = _write_converted(source, target, format_name, args)
         rank_ends = (
-            _compare_rank_ends(source.graph(), target, notices, progress)
+            _compare_rank_ends(source, target, notices, progress)
             if args.target == "astra-sim"
             else []
         )
@@ -137,16 +144,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare_rank_ends(
-    graph: Graph, target: Path, notices: list[Notice], progress: Progress
+    source: ConversionInput, target: Path, notices: list[Notice], progress: Progress
 ) -> list[dict[str, Any]]:
     """Compares the end of each rank in the output with the measurement, and adds a notice where
-    they differ much.
+    they differ much; for files of other writers, with the files as they were.
     """
     from traceloom.errors import TraceloomError
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
+    from traceloom.system import units
     from traceloom.trace.notice import Notice
     from traceloom.workload.simulate.astra_sim import run
 
+    graph = source.graph()
+    if graph.foreign.height and source.path.is_dir():
+        progress.show("comparing with the files")
+        try:
+            ends = [
+                max(run.simulate_on_plain_network(read_workload(place)))
+                for path, groups in ((source.path, source.groups), (target, None))
+                for place in find_file_sets([path], groups)
+            ]
+        except TraceloomError:  # ASTRA-sim does not take the one or the other
+            return []
+        if ends[0] != ends[1]:
+            message = (
+                f"on a ring of 50 GB/s what was written ends after {units.format_duration(ends[1])}, the files "
+                f"as they were after {units.format_duration(ends[0])} ({ends[1] / max(ends[0], 1) - 1:+.1%})"
+            )
+            notices.append(Notice("target-times-differ", "warning", message))
+        return []
     measured = run.find_measured_end_times(graph)
     if not graph.delays.height or not measured:  # nothing was measured
         return []

@@ -5,7 +5,7 @@ The opposite of `traceloom.formats.chakra.encode`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -464,6 +464,7 @@ GROUP_FILES = ("comm_groups.json", "comm_group.json")  # the first name is writt
 RANK_FILES_PATTERN = r"workload\.[^/]*\.et(\.gz)?|comm_groups\.json"
 """What a directory with the files of all ranks holds, as a regular expression."""
 MAX_GROUP_BYTES = 1 << 28
+_MAX_UNNAMED_GROUP_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -479,6 +480,27 @@ class GroupFile:
     path: str = ""
     members: dict[str, tuple[int, ...]] | None = None
     faults: tuple[str, ...] = ()
+
+
+def find_group_file(directory: Path) -> Path | None:
+    """Returns the group file of a directory: one of the usual names, else the only other JSON file
+    that lists the ranks of groups, such as the `workload.json` of STAGE.
+    """
+    for name in GROUP_FILES:
+        if (directory / name).is_file():
+            return directory / name
+    others = [path for path in sorted(directory.glob("*.json")) if _lists_groups(path)]
+    return others[0] if len(others) == 1 else None
+
+
+def _lists_groups(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size > _MAX_UNNAMED_GROUP_BYTES:
+        return False
+    try:
+        file = read_groups(path)
+    except InputError:
+        return False
+    return bool(file.members) and not file.faults
 
 
 def read_groups(path: Path) -> GroupFile:
@@ -504,7 +526,8 @@ def read_groups(path: Path) -> GroupFile:
     faults: list[str] = []
     for name, ranks in document.items():
         is_rank_list = isinstance(ranks, list) and all(
-            isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks
+            isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < 2**31
+            for rank in ranks
         )
         if is_rank_list:
             members[name] = tuple(ranks)

@@ -26,7 +26,10 @@ from traceloom.formats.chakra.files import (
     EtReader,
     EtWriter,
     GroupFile,
+    IncompleteTail,
+    find_group_file,
     format_groups,
+    read_blocks,
     read_groups,
     write_with,
 )
@@ -225,24 +228,29 @@ def read_table(path: str | Path) -> NodeFrame:
                 parts.append(_build_part(next(decoder.columns([intact])), row))
             message = f"{error.message}; what comes before it is read, what comes after it is not"
             damage.append(Notice(error.slug, "error", message, where=str(reader.path)))
-        data, control, added = (
-            NodeDependencies(
-                np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in pair_lists)]),
-                np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in pair_lists)]),
-            )
-            for pair_lists in ([part[2][kind] for part in parts] for kind in range(3))
+        return _join_parts(
+            str(path), parts, reader.metadata, (*reader.notices, *damage), packed=reader.packed
         )
-        return NodeFrame(
-            str(path),
-            pl.concat([_NO_NODES, *(part[0] for part in parts)], rechunk=True),
-            pl.concat([_NO_UNEXPECTED, *(part[1] for part in parts)]),
-            data,
-            control,
-            added,
-            metadata=reader.metadata,
-            notices=(*reader.notices, *damage),
-            packed=reader.packed,
+
+
+def _join_parts(
+    path: str,
+    parts: list[_Part],
+    metadata: GlobalMetadata,
+    notices: tuple[Notice, ...] = (),
+    *,
+    packed: bool = False,
+) -> NodeFrame:
+    data, control, added = (
+        NodeDependencies(
+            np.concatenate([np.zeros(0, np.int64), *(pairs.row for pairs in pair_lists)]),
+            np.concatenate([np.zeros(0, np.uint64), *(pairs.id for pairs in pair_lists)]),
         )
+        for pair_lists in ([part[2][kind] for part in parts] for kind in range(3))
+    )
+    nodes = pl.concat([_NO_NODES, *(part[0] for part in parts)], rechunk=True)
+    odd = pl.concat([_NO_UNEXPECTED, *(part[1] for part in parts)])
+    return NodeFrame(path, nodes, odd, data, control, added, metadata, notices, packed)
 
 
 def _build_part(columns: NodeColumns, first: int) -> _Part:
@@ -413,7 +421,7 @@ def find_file_sets(inputs: Sequence[str | Path], groups: Path | None = None) -> 
             str(home / prefix),
             tuple(sorted(files, key=lambda f: (-1 if f[0] is None else f[0], f[1]))),
             from_directory[home, prefix] or len(files) > 1,
-            groups or next((home / name for name in GROUP_FILES if (home / name).is_file()), None),
+            groups or find_group_file(home),
         )
         for (home, prefix), files in sorted(files_of_set.items())
     ]
@@ -464,6 +472,7 @@ SIMULATOR_SCHEMA = pl.Schema(
         "comm_tag": pl.Int64,
         "num_ops": pl.Int64,  # floating-point operations
         "tensor_size": pl.Int64,  # bytes that the operation moves in memory
+        "attributes": pl.Binary,  # others, as encoded
     }
 )
 _MEMBERS = {
@@ -525,11 +534,21 @@ class SimulatorNodes:
                     name, member, nodes[name].fill_null(0).to_numpy(), present
                 )
             fields += encode.encode_text_attribute("pg_name", nodes["pg_name"])
+            fields.append(encode.encode_binary(nodes["attributes"]))
             counts, ids = _slice_dependencies(self.added, start, nodes.height)
             fields += encode.encode_number_list_attribute(
                 ADDED, "uint64_list", counts, ids, counts > 0
             )
             yield encode.encode_messages(fields)
+
+    def read_back(self, path: str) -> NodeFrame:
+        """Returns what a reader of the file finds."""
+        decoder = Decoder([*EXPECTED, SEQUENCE, ADDED], path)
+        columns = decoder.columns(read_blocks(self.windows(), IncompleteTail()))
+        parts: list[_Part] = []
+        for block in columns:
+            parts.append(_build_part(block, sum(part[0].height for part in parts)))
+        return _join_parts(path, parts, GlobalMetadata())
 
 
 def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Ints]:

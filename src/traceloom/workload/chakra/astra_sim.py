@@ -20,11 +20,15 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
+from traceloom.errors import CheckError, TraceloomError
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
+from traceloom.formats.chakra.files import GroupFile
 from traceloom.formats.chakra.nodes import (
     SIMULATOR_SCHEMA,
+    FileSet,
     Pairs,
     SimulatorNodes,
+    Workload,
     build_metadata,
     write_simulator_nodes,
 )
@@ -39,7 +43,10 @@ from traceloom.workload.chakra.astra_sim_order import (
     compute_job_order,
     find_awaited_units,
     find_last_before,
+    is_for_simulators,
 )
+from traceloom.workload.chakra.check_files import Arcs, is_number, sort_topologically
+from traceloom.workload.chakra.graph_read import list_groups
 
 _KNOWN = {
     "all_reduce": CollectiveCommType.ALL_REDUCE,
@@ -95,7 +102,9 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         graph: The joined graph.
         numbers: Rank in the graph -> number of its file.
     """
-    rows, joined_count = _join_by_order(_add_times(graph, numbers))
+    rows, joined_count = _join_by_order(
+        _add_times(graph, numbers).with_columns(turn=_find_turns(graph))
+    )
     is_joined = pl.col("instance").is_not_null()
     rows = rows.with_columns(
         pl.when(is_joined).then(pl.len().over("instance")).otherwise(1).alias("parts"),
@@ -137,27 +146,47 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .alias("comm_size")
     )
     is_mapped = pl.col("why").is_null()
+    named = _find_named_groups(graph, numbers)
+    is_named = is_mapped & ~pair & pl.col("group").is_in(list(named))
     rows = rows.with_columns(
         pl.when(is_mapped)
         .then("members")
         .otherwise(pl.col("number").cast(pl.String))
         .alias("members"),
         pl.when(is_mapped).then("parts").otherwise(1).alias("parts"),
+        pl.when(is_named & (pl.col("parts") == pl.col("group_size")))
+        .then("group")
+        .alias("own_name"),
     )
-    # Number the groups by members (as text), in order of first use; the group of all ranks has
+    # Number the others by members (as text), in order of first use; the group of all ranks has
     # none.
     is_lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
-        rows.filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone))
+        rows.filter(pl.col("own_name").is_null())
+        .filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone))
         .sort("met_ns", "node")["members"]
         .unique(maintain_order=True)
     )
-    groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=1)}
-    members = {
+    free = 1 + max(map(int, named), default=0)
+    groups = {members: str(number) for number, members in enumerate(sets.drop_nulls(), start=free)}
+    members = {name: named[name] for name in rows["own_name"].drop_nulls().unique().sort()} | {
         name: [int(member) for member in member_text.split(",")]
         for member_text, name in groups.items()
     }
     return WrittenCommunication(_build_attributes(rows, groups), joined_count, members)
+
+
+def _find_named_groups(graph: Graph, numbers: dict[int, int]) -> dict[str, list[int]]:
+    """Returns the members of the groups of other writers' files that ASTRA-sim can read as they
+    are: their order matters, and two groups may have the same members.
+    """
+    if not graph.foreign.height or any(rank != number for rank, number in numbers.items()):
+        return {}
+    return {
+        name: members
+        for name, members in list_groups(graph).items()
+        if is_number(name, min_value=1) and set(members) <= set(numbers)
+    }
 
 
 def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
@@ -230,6 +259,23 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     )
 
 
+def _find_turns(graph: Graph) -> pl.Series:
+    """Returns the place of each communication in the order of all: by time; in files of other
+    writers, which state none, by their dependencies and then their ids.
+    """
+    nodes = graph.communication["node"].to_numpy()
+    key = np.argsort(np.argsort(graph.nodes["start_ns"].to_numpy(), kind="stable"))
+    if graph.foreign.height:
+        own_id = np.zeros(graph.nodes.height, np.uint64)
+        own_id[graph.foreign["node"].to_numpy()] = graph.foreign["id"].to_numpy()
+        source, target = (
+            graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
+        )
+        ids = np.argsort(np.argsort(own_id, kind="stable"))
+        key[sort_topologically(len(key), Arcs(source, target), ids).order] = np.arange(len(key))
+    return pl.Series("turn", key[nodes])
+
+
 def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """Joins the k-th collectives of a group across ranks, in graphs of several ranks where nothing
     is joined.
@@ -244,7 +290,7 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     if rows["instance"].count() or collective["rank"].n_unique() < 2:
         return rows, 0
     ordered = (
-        collective.sort("start_ns", "node")
+        collective.sort("turn")
         .with_columns(pl.col("group").fill_null("").alias("name"))
         .with_columns(pl.int_range(pl.len()).over("name", "rank").alias("turn"))
         .with_columns(
@@ -304,7 +350,7 @@ def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFram
         .then(pl.when(is_mapped).then(comm_type).otherwise(int(CollectiveCommType.BROADCAST)))
         .alias("comm_type"),
         pl.max_horizontal(pl.col("comm_size").fill_null(1), 1).alias("comm_size"),
-        pl.when(~pair).then("pg_name").alias("pg_name"),
+        pl.when(~pair).then(pl.coalesce("own_name", "pg_name")).alias("pg_name"),
         pl.when(pair).then(pl.when(send).then("number").otherwise("peer_number")).alias("comm_src"),
         pl.when(pair).then(pl.when(send).then("peer_number").otherwise("number")).alias("comm_dst"),
         pl.when(pair).then(tag).alias("comm_tag"),
@@ -450,6 +496,8 @@ def _list_host_notices(changes: ConversionSummary, *, gpu_only: bool) -> Iterato
             )
             yield Notice("target-folded-host", "info", message, hosts)
         return
+    if is_for_simulators(changes.graph):
+        return
     if changes.delays.height:
         total = text.format_duration(int(changes.delays["duration_us"].sum()) * 1000)
         message = (
@@ -489,6 +537,7 @@ _SERIAL_TYPES = (
     int(NodeType.COMM_SEND_NODE),
 )  # ASTRA-sim runs one of them at a time
 _US = 1000
+_MAX_ID = 2**63 - 1
 _MIN_UNEXPLAINED_NS = 10_000  # shorter ones are only counted in the notice about delays
 
 
@@ -502,14 +551,24 @@ class _Nodes:
 
 
 def build_rank_files(
-    graph: Graph, ranks: list[int], *, gpu_only: bool
+    graph: Graph, ranks: list[int], *, gpu_only: bool, ordered: bool = True
 ) -> tuple[list[SimulatorNodes], dict[str, list[int]], list[Notice]]:
-    """Returns the nodes of every rank's file, the groups, and notices of all changes."""
+    """Returns the nodes of every rank's file, the groups, and notices of all changes.
+
+    Args:
+        graph: The graph.
+        ranks: Its ranks.
+        gpu_only: Leave out host work.
+        ordered: Put the communication into one order on all ranks.
+    """
     units = build_units(graph)
     communication = map_communication(graph, {rank: number for number, rank in enumerate(ranks)})
     frame = units.frame.join(
         communication.rows, on="node", how="left", maintain_order="left", suffix="_of"
     )
+    frame = frame.join(
+        graph.foreign.drop("type"), on="node", how="left", maintain_order="left"
+    ).with_columns(pl.when(pl.col("members") == 1).then("attributes"))
     # Round to whole microseconds so that the remainder carries over to the next node of a chain.
     total = pl.col("work_ns").cum_sum().over("lane")
     chain = total // _US - (total - pl.col("work_ns")) // _US
@@ -523,7 +582,8 @@ def build_rank_files(
     )
     leading = _find_needed_units(units, frame)
     works = ~frame["on_host"].to_numpy()
-    retained = works | ((frame["duration_us"].to_numpy() > 0) & leading & (not gpu_only))
+    exact = is_for_simulators(graph)
+    retained = works | (((frame["duration_us"].to_numpy() > 0) & leading | exact) & (not gpu_only))
     waits = find_awaited_units(units, retained)
     pairs = np.stack([waits.target, waits.source], axis=1)
     nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
@@ -538,16 +598,17 @@ def build_rank_files(
     unexplained = late.group_by(pl.col("target").alias("node")).agg(
         pl.col("late").max().alias("residual_ns")
     )
-    nodes, retained = _add_idle_delays(
-        nodes, retained, job_start_ns, None if gpu_only else unexplained
-    )
+    if gpu_only or not exact:
+        nodes, retained = _add_idle_delays(
+            nodes, retained, job_start_ns, None if gpu_only else unexplained
+        )
     delays = nodes.frame[frame.height :]
-    if not gpu_only:
+    if not gpu_only and not exact:
         nodes, retained = _add_start_delays(nodes, retained, job_start_ns)
     # Order the communication of all ranks consistently; nodes in a cycle have no place in the
     # order.
     position = compute_job_order(nodes.frame, nodes.pairs)
-    in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES)
+    in_turn = nodes.frame["type"].is_in(_SERIAL_TYPES) & ordered
     serial_nodes = (
         nodes.frame.with_columns(pl.Series("place", position)).with_row_index("row").filter(in_turn)
     )
@@ -713,16 +774,24 @@ def _add_idle_delays(
 
 
 def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
-    """Returns the nodes of one rank, numbered from 1 in the order of their starts."""
+    """Returns the nodes of one rank: under the ids of another writer's file, else numbered from 1
+    in the order of their starts.
+    """
     in_rank = retained & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
     rows = np.flatnonzero(in_rank)
-    rows = rows[np.argsort(nodes.frame["start_ns"].to_numpy()[rows], kind="stable")]
+    given = nodes.frame["id"][rows]
+    key = nodes.frame["start_ns"][rows] if given.null_count() == len(rows) else given.fill_null(0)
+    rows = rows[np.argsort(key.to_numpy(), kind="stable")]
+    ids = np.arange(1, len(rows) + 1)
+    if len(rows) and not given.null_count() and not given.is_duplicated().any():
+        ids = np.minimum(given.sort().to_numpy(), np.uint64(_MAX_ID)).astype(np.int64)
+        ids = ids if ids[-1] < _MAX_ID else np.arange(1, len(rows) + 1)
     row_in_file = np.full(nodes.frame.height, -1, np.int64)
     row_in_file[rows] = np.arange(len(rows))
     selected = nodes.frame[rows]
     moves = pl.col("kind").is_in(["copy", "fill"])
     node_table = selected.with_columns(
-        pl.Series("id", np.arange(1, len(rows) + 1)),
+        pl.Series("id", ids),
         pl.col("name").fill_null(""),
         (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
         pl.lit(None, dtype=pl.Int64).alias("num_ops"),
@@ -735,7 +804,7 @@ def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
         in_file = (row >= 0) & (awaited_row >= 0)
         row, awaited_row = row[in_file], awaited_row[in_file]
         order = np.lexsort((awaited_row, row))
-        dependencies.append(Pairs(row[order], awaited_row[order] + 1))
+        dependencies.append(Pairs(row[order], ids[awaited_row[order]]))
     return SimulatorNodes(node_table.cast(SIMULATOR_SCHEMA), *dependencies)
 
 
@@ -788,8 +857,28 @@ def to_astra_sim(graph: Graph, *, gpu_only: bool = False) -> AstraSim:
             node of that length stands for the host's time.
     """
     ranks = sorted({int(rank) for rank in graph.nodes["rank"].drop_nulls().unique()})
-    files, groups, notices = build_rank_files(graph, ranks, gpu_only=gpu_only)
+    ordered = not is_for_simulators(graph)
+    files, groups, notices = build_rank_files(graph, ranks, gpu_only=gpu_only, ordered=ordered)
+    if not ordered and _hang(files, groups):
+        files, groups, notices = build_rank_files(graph, ranks, gpu_only=gpu_only)
     return AstraSim(tuple(ranks), tuple(files), groups, tuple(notices), graph.stage)
+
+
+def _hang(files: Sequence[SimulatorNodes], groups: dict[str, list[int]]) -> bool:
+    """Returns whether the ranks wait for each other for ever in ASTRA-sim."""
+    from traceloom.workload.simulate.astra_sim.run import simulate_on_plain_network
+
+    tables = tuple(file.read_back(f"workload.{rank}.et") for rank, file in enumerate(files))
+    members = {name: tuple(ranks) for name, ranks in groups.items()}
+    place = FileSet("", (), whole=True, groups=None)
+    workload = Workload(place, tuple(range(len(files))), tables, GroupFile(members=members))
+    try:
+        simulate_on_plain_network(workload)
+    except CheckError:
+        return True
+    except TraceloomError:
+        return False  # of what the order does not change
+    return False
 
 
 __all__: Sequence[str] = ("SCHEMA", "AstraSim", "to_astra_sim")

@@ -62,6 +62,15 @@ class Units:
     queues: Ints
 
 
+def is_for_simulators(graph: Graph) -> bool:
+    """Returns whether the graph is of other writers' files that hold no call stack: then every node
+    is work of its own.
+    """
+    return graph.foreign.height > 0 and bool(
+        graph.edges.select((pl.col("kind") != "call") | pl.col("from_end")).to_series().all()
+    )
+
+
 def build_units(graph: Graph) -> Units:
     """Returns the units of a calibrated graph, of all its ranks; edges between ranks are left to
     the simulator.
@@ -90,7 +99,7 @@ def build_units(graph: Graph) -> Units:
     lane = nodes["lane"].fill_null(-1).cast(pl.Int64).to_numpy()
     is_unit_start = ~at_host
     is_unit_start[:1] = True
-    is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1]
+    is_unit_start[1:] |= (lane[1:] != lane[:-1]) | ~at_host[:-1] | is_for_simulators(graph)
     is_unit_start |= (
         nodes["kind"] == graph_schema.WAIT
     ).to_numpy()  # in units of their own, so that the work of a unit is at the time of the unit
@@ -138,7 +147,9 @@ def build_units(graph: Graph) -> Units:
     source, target = unit[source], unit[target]
     other = source != target
     follows = edges["kind"].is_in(["thread", "stream"]) | (
-        (edges["kind"] == "call") & edges["from_end"]
+        (edges["kind"] == "call")
+        & edges["from_end"]
+        & pl.Series(at_host[edges["target"].to_numpy()])
     )
     queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
     return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)

@@ -10,16 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 import numpy as np
+import polars as pl
 
 from traceloom.errors import InputError, UsageError
 from traceloom.formats.chakra.decode import Decoder
 from traceloom.formats.chakra.et_pb2 import GlobalMetadata, Node, NodeType
-from traceloom.formats.chakra.files import GROUP_FILES, MAX_GROUP_BYTES, Block, EtReader, EtWriter
+from traceloom.formats.chakra.files import (
+    GROUP_FILES,
+    MAX_GROUP_BYTES,
+    Block,
+    EtReader,
+    EtWriter,
+    find_group_file,
+    read_groups,
+)
 from traceloom.formats.chakra.json import JsonReader, write_json, write_lines
 from traceloom.graph import graph
 from traceloom.graph.graph import Graph
@@ -327,6 +336,8 @@ class ConversionInput:
 
     Attributes:
         path: The path that the user gave.
+        groups: The file with the ranks of each group, for `.et` files; None for the one beside
+            them.
         strict: Refuse truncated files.
         on_status: Called with a status message.
         notices: What was found wrong so far.
@@ -334,6 +345,7 @@ class ConversionInput:
     """
 
     path: Path
+    groups: Path | None = None
     strict: bool = False
     on_status: StatusCallback = lambda _: None
     notices: list[Notice] = field(default_factory=list)
@@ -348,17 +360,25 @@ class ConversionInput:
         self._readers: list[EtReader | JsonReader] = []
         if self.path.is_dir():
             self._files = find_rank_files(self.path)
-            for name in (
-                *(path for _, path in self._files),
-                *(self.path / name for name in GROUP_FILES),
-            ):
+            for _, name in self._files:
                 files.remember_input(name)
+            self.groups = self.groups or find_group_file(self.path)
         elif self.path.name.endswith(graph.GRAPH_SUFFIX) or graph.is_graph(self.path):
+            if self.groups is not None:
+                raise UsageError(
+                    "--groups is of .et files",
+                    slug="wrong-usage",
+                    hint="leave it out: a graph knows its groups",
+                )
             self.on_status(f"reading {self.path}")
             self._graph = graph.load(self.path)
         else:
             number = _RANK.search(self.path.name)
             self._files = [(int(number[1]) if number else 0, self.path)]
+            if detect_form(self.path) == "et":
+                self.groups = self.groups or find_group_file(self.path.parent)
+        if self.groups is not None:
+            files.remember_input(self.groups)
 
     def __enter__(self) -> ConversionInput:  # noqa: PYI034  (typing.Self is younger than Python 3.10)
         return self
@@ -393,7 +413,18 @@ class ConversionInput:
                 [self.messages(rank) for rank in ranks], ranks, str(self.path)
             )
         self.notices.extend(graph.notices)
-        return graph
+        if self.groups is None or not graph.foreign.height:
+            return graph
+        group_file = read_groups(self.groups)
+        if group_file.faults:
+            raise InputError(group_file.faults[0], slug="not-a-group-file", where=str(self.groups))
+        members = pl.col("group").replace_strict(
+            group_file.members, default=None, return_dtype=pl.List(pl.Int32)
+        )
+        communication = graph.communication.with_columns(ranks=members).with_columns(
+            group_size=pl.col("ranks").list.len().cast(pl.Int32)
+        )
+        return replace(graph, communication=communication)
 
     def messages(self, rank: int) -> Messages:
         """Returns the messages of one rank."""
@@ -437,12 +468,9 @@ class ConversionInput:
         """Returns the content of the group file next to the ranks' files; None if there is none."""
         if self._graph is not None:
             return encode_groups(self._graph) if list_groups(self._graph) else None
-        if not self.path.is_dir():
+        if self.groups is None or not self.path.is_dir():
             return None
-        group_path = next(
-            (self.path / name for name in GROUP_FILES if (self.path / name).is_file()), None
-        )
-        return files.read_small(group_path, MAX_GROUP_BYTES) if group_path else None
+        return files.read_small(self.groups, MAX_GROUP_BYTES)
 
     def write_file(self, path: Path, side: Side | None, *, force: bool) -> int:
         """Write the only rank as one file; returns its size in bytes.

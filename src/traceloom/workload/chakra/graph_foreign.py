@@ -3,8 +3,8 @@ mostly without start times.
 
 Every edge is `assumed`: the file does not say how it is known. A node starts when all its
 dependencies have ended, and not before its start time in the file, if any. A node without
-dependencies is attached to the origin of its rank. A control dependency is an op's place in the
-call stack: the op starts after the start of its caller, not after its end.
+dependencies is attached to the origin of its rank. A control dependency on work of the host is an
+op's place in the call stack: the op starts after the start of its caller, not after its end.
 """
 
 from __future__ import annotations
@@ -214,7 +214,11 @@ def _decode_graph(
     }
     file = np.repeat(np.arange(len(ranks)), [nodes.height] if counts is None else counts)
     edges, simulated = _build_edges(
-        nodes.select("id", file=pl.Series(file)), dependencies, notices, rank, location
+        nodes.select("id", pl.col("is_cpu_op") == 1, file=pl.Series(file)),
+        dependencies,
+        notices,
+        rank,
+        location,
     )
     try:
         start = _compute_starts(nodes, edges)
@@ -259,7 +263,7 @@ def _build_edges(
         kind: frame.with_columns(ids["file"].gather(frame["target"]))
         for kind, frame in dependencies.items()
     }
-    if twice := ids.height - ids.n_unique():
+    if twice := ids.height - ids.n_unique(["file", "id"]):
         message = f"{twice:,} nodes have the id of an earlier node; what depends on it waits for the earlier one"
         notices.append(Notice("chakra-duplicate-ids", "error", message, twice, rank, location))
         rows_by_id = rows_by_id.unique(["file", "id"], keep="first", maintain_order=True)
@@ -267,7 +271,12 @@ def _build_edges(
         [
             dependencies[kind]
             .join(rows_by_id, on=["file", "id"], how="left", maintain_order="left")
-            .select("source", "target", kind=pl.lit(kind), from_end=pl.lit(kind == "data"))
+            .select(
+                "source",
+                "target",
+                kind=pl.lit(kind),
+                from_end=pl.lit(kind == "data") | ~pl.col("is_cpu_op").fill_null(value=False),
+            )
             for kind in ("call", "data")
         ]
     )

@@ -14,16 +14,15 @@ import numpy as np
 import polars as pl
 
 from traceloom.errors import CheckError, InputError, UsageError
-from traceloom.formats.chakra.files import GROUP_FILES, read_groups
 from traceloom.graph import graph as graph_schema, link_session
 from traceloom.graph.communication import POINT_TO_POINT
 from traceloom.graph.graph import Graph
 from traceloom.graph.job import add_rendezvous
-from traceloom.system.files import remember_input
 from traceloom.trace.notice import Notice
 from traceloom.trace.session import Session
 from traceloom.workload.chakra.check_files import Arcs, sort_topologically
 from traceloom.workload.chakra.convert import ConversionInput, is_chakra
+from traceloom.workload.chakra.graph_read import list_groups
 from traceloom.workload.simulate.evaluation import replace_measured_times
 from traceloom.workload.simulate.transfers import find_operations
 
@@ -321,7 +320,6 @@ def open_input(
         )
     chakra = False
     session = None
-    members = None
     if isinstance(workload, (Graph, Session)):
         graph = workload if isinstance(workload, Graph) else link_session(workload, step=step)
         session = workload if isinstance(workload, Session) else None
@@ -342,21 +340,8 @@ def open_input(
                     slug="wrong-usage",
                     hint="name the directory that holds the files of all ranks",
                 )
-            with ConversionInput(first) as source:
+            with ConversionInput(first, Path(groups) if groups and chakra else None) as source:
                 graph = source.graph()
-            if chakra:
-                directory = first if first.is_dir() else first.parent
-                group_path = groups or next(
-                    (directory / name for name in GROUP_FILES if (directory / name).is_file()), None
-                )
-                if group_path is not None:
-                    remember_input(Path(group_path))
-                    group_file = read_groups(Path(group_path))
-                    if group_file.faults:
-                        raise InputError(
-                            group_file.faults[0], slug="not-a-group-file", where=str(group_path)
-                        )
-                    members = group_file.members or {}
         else:
             from traceloom.formats import load
 
@@ -379,7 +364,7 @@ def open_input(
     measured = not serial
     graph = replace(graph, name=name)
     if serial:
-        graph = join_communications(graph, members)
+        graph = join_communications(graph, list_groups(graph))
     if only is not None:
         graph, measured = separate_side(graph, only), False
     if not measured:

@@ -404,11 +404,19 @@ def test_start_times_of_a_foreign_file_are_kept_where_dependencies_allow() -> No
     assert (starts["n1"], starts["n2"], starts["n3"]) == (100_000, 105_000, 40_000)
 
 
-def test_a_caller_holds_back_the_start_and_not_the_end() -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_caller_on_the_host_holds_back_the_start_and_anything_else_the_end(
+    on_host: bool,
+) -> None:
     child = Node(id=2, name="child", type=NodeType.COMP_NODE, duration_micros=1, ctrl_deps=[1])
-    graph = foreign(made(1, 5), child)
-    assert graph.nodes.filter(name="child")["start_ns"].item() == 0
-    assert graph.edges.filter(kind="call").select("from_end", "to_end").row(0) == (False, False)
+    caller = made(1, 5)
+    caller.attr.add(name="is_cpu_op", bool_val=on_host)
+    graph = foreign(caller, child)
+    assert graph.nodes.filter(name="child")["start_ns"].item() == (0 if on_host else 5000)
+    assert graph.edges.filter(kind="call").select("from_end", "to_end").row(0) == (
+        not on_host,
+        False,
+    )
 
 
 def test_kinds_lanes_and_communication_of_a_foreign_file() -> None:
@@ -489,3 +497,29 @@ def test_public_files_become_graphs_and_come_back(shared_data: Path, tmp_path: P
             assert graph.nodes.filter(rank=0).height == 1 + sum(1 for _ in reader)
         written = write_ranks(graph, tmp_path / str(number))
         same(graph, read_graph([path for path in written if path.suffix == ".et"]))
+
+
+def test_a_graph_holds_what_it_does_not_know_of_a_foreign_node(tmp_path: Path) -> None:
+    node = made(2**63 + 5, 5)
+    node.type = NodeType.MEM_STORE_NODE
+    node.attr.add(name="is_cpu_op", int32_val=0)
+    node.attr.add(name="tensor_size", uint64_val=77)
+    node.attr.add(name="num_ops", int64_val=12)
+    node.attr.add(name="of_nobody's", double_val=1.5)
+    node.attr.add(name="shape").int64_list.values.extend([3, 4])
+    node.inputs.values = "[[1]]"
+    graph = foreign(node, made(3, 1, 2**63 + 5))
+    for number in range(2):  # from files, and from what was written of the graph
+        write_ranks(graph, tmp_path / f"round{number}")
+        path = tmp_path / f"round{number}" / "workload.0.et"
+        with EtReader(path) as reader:
+            first = next(iter(reader))
+        written = {other.name: other for other in first.attr}
+        assert (first.inputs.values, first.type) == ("[[1]]", NodeType.MEM_STORE_NODE)
+        assert written["num_ops"].int64_val == 12
+        assert written["of_nobody's"].double_val == 1.5
+        assert list(written["shape"].int64_list.values) == [3, 4]
+        again = read_graph([path])
+        assert again.foreign.equals(graph.foreign)
+        assert again.foreign["id"].to_list() == [2**63 + 5, 3]
+        graph = again

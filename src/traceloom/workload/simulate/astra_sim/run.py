@@ -11,6 +11,7 @@ import polars as pl
 
 from traceloom.analyze.intervals import merge_intervals, merge_spans, subtract_spans
 from traceloom.errors import InputError, UsageError, nearest
+from traceloom.formats.chakra.et_pb2 import NodeType
 from traceloom.formats.chakra.nodes import Workload
 from traceloom.graph.graph import Graph
 from traceloom.system import units
@@ -171,16 +172,32 @@ def simulate_with_recorded_transfers(workload: Workload) -> list[int]:
     Raises:
         UsageError, InputError, CheckError: As `simulate` raises.
     """
-    rank_count = len(workload.ranks)
-    placeholder_network = AnalyticalNetwork(("FullyConnected",), (rank_count,), (1.0,), (0.0,))
+    return _run_plainly(workload, Compute(), recorded=True)
+
+
+def simulate_on_plain_network(workload: Workload) -> list[int]:
+    """Returns the end of each rank on a ring of 50 GB/s and 500 ns, in ns; computation that states
+    no time takes that of 100 TFLOP/s and 1 TB/s.
+
+    Raises:
+        UsageError, InputError, CheckError: As `simulate` raises.
+    """
+    computes = workload.nodes.filter(pl.col("type") == NodeType.COMP_NODE)
+    states_work = not computes.select("num_ops", "tensor_size").null_count().sum_horizontal()[0]
+    roofline = (1e14, 1e12) if states_work and not computes["duration_us"].sum() else None
+    return _run_plainly(workload, Compute(roofline=roofline), recorded=False)
+
+
+def _run_plainly(workload: Workload, compute: Compute, *, recorded: bool) -> list[int]:
+    count = len(workload.ranks)
     engine = AstraEngine(
-        _build_nodes_of_all_ranks(workload, rank_count, Compute()),
+        _build_nodes_of_all_ranks(workload, count, compute),
         workload.groups.members,
-        placeholder_network,
-        Dimensions((rank_count,), {}, 1, baseline=False, delay_ns=0),
+        AnalyticalNetwork(("Ring",), (count,), (50.0,), (500.0,)),
+        Dimensions((count,), dict.fromkeys(KINDS.values(), ("ring",)), 1, False, 10),
         aware=False,
-        memory_rate=1.0,
-        recorded=True,
+        memory_rate=1e12,
+        recorded=recorded,
     )
     engine.run()
     check_ended(engine)

@@ -1,0 +1,108 @@
+"""Workloads that others wrote: what ASTRA-sim says of them, or the README of `failing`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import astra_sim
+from support.public_traces import DATA
+from traceloom.cli import main
+from traceloom.formats.chakra.et_pb2 import Node
+from traceloom.formats.chakra.files import EtReader
+
+GIVEN = DATA / "failing" / "workloads"
+
+pytestmark = [
+    pytest.mark.data,
+    pytest.mark.skipif(not GIVEN.is_dir(), reason="the given workloads are not on this machine"),
+]
+
+
+def nodes(folder: Path) -> list[Node]:
+    """The nodes of all ranks of a folder."""
+    out = []
+    for path in sorted(folder.glob("*.et")):
+        with EtReader(path) as reader:
+            out += list(reader)
+    return out
+
+
+def attribute(node: Node, name: str) -> int | None:
+    """A whole number that a node states."""
+    for one in node.attr:
+        if one.name == name:
+            return int(getattr(one, str(one.WhichOneof("value"))))
+    return None
+
+
+def recorded_workloads(home: Path) -> Iterator[tuple[dict[str, str], Path]]:
+    """The rows of ASTRA-sim's own times, and the folder of their files."""
+    with tarfile.open(DATA / "golden" / "workloads.tar.gz") as archive:
+        archive.extractall(home, filter="data")
+    with (DATA / "golden" / "workload_cycles.tsv").open(newline="") as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            yield row, home / row["workload"]
+
+
+def test_a_conversion_keeps_the_time_of_every_rank(tmp_path: Path) -> None:
+    different, read = [], {}
+    for row, folder in recorded_workloads(tmp_path / "files"):
+        target = tmp_path / "written" / folder.name
+        if folder not in read:
+            assert (
+                main(["convert", str(folder), str(target), "--target", "astra-sim", "--json"]) == 0
+            )
+            read[folder] = astra_sim.workload(target)
+        network = astra_sim.network(
+            row["topology"], row["npus"], row["bandwidth_GBps"], row["latency_ns"]
+        )
+        system = astra_sim.system(
+            row["implementation"], len(network.sizes), splits=int(row["splits"])
+        )
+        ends = astra_sim.ends(
+            astra_sim.node_mask(read[folder]),
+            read[folder].groups.members,
+            network,
+            system,
+            aware=row["backend"] == "aware",
+        )
+        if ends != [int(cycles) for cycles in row["cycles_by_rank"].split(",")]:
+            different.append((row, ends))
+    assert different == []
+    assert len(read) == 14
+
+
+def test_the_order_of_ids_is_that_of_nodes_that_may_run_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = GIVEN / "order_of_ids", tmp_path / "written"
+    assert main(["convert", str(source), str(target), "--target", "astra-sim", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notices"] == []
+    assert [node.id for node in nodes(target)] == [node.id for node in nodes(source)]
+    network = astra_sim.network("Ring", "2", "50", "500")
+    for folder in (source, target):
+        ranks = astra_sim.node_mask(astra_sim.workload(folder))
+        ends = astra_sim.ends(ranks, None, network, astra_sim.system(), aware=False)
+        assert max(end or 0 for end in ends) == 5_020_031
+
+
+@pytest.mark.parametrize("through_a_graph", [False, True])
+@pytest.mark.parametrize("options", [[], ["--target", "astra-sim"]])
+def test_computation_that_is_stated_as_operations_and_bytes_survives(
+    tmp_path: Path, options: list[str], through_a_graph: bool
+) -> None:
+    source, target = GIVEN / "roofline_comp", tmp_path / "written"
+    if through_a_graph:
+        assert main(["convert", str(source), str(tmp_path / "job.graph"), "-q"]) == 0
+        source = tmp_path / "job.graph"
+    assert main(["convert", str(source), str(target), "-q", *options]) == 0
+    computes = [node for node in nodes(target) if node.name == "gemm"]
+    assert [(attribute(node, "num_ops"), attribute(node, "tensor_size")) for node in computes] == [
+        (1_000_000_000, 1_000_000)
+    ] * 2
