@@ -6,6 +6,7 @@ import numpy as np
 import polars as pl
 from msgspec import Struct
 
+from traceloom.errors import broken
 from traceloom.graph.evaluate import Plan
 from traceloom.graph.graph import (
     Graph,
@@ -113,6 +114,9 @@ def walk_back(
         The points, `last` first, and for each what bound it: the row of an edge (the next point is
         its source), -1 for the node's own work (the next point is the node's start), -2 for
         nothing.
+
+    Raises:
+        InvariantError: `broken-cycle`: points wait for each other.
     """
     if times is None:
         cached = _binding_cache.of(graph)
@@ -134,13 +138,15 @@ def walk_back(
     np.maximum.accumulate(run, out=run)
     first, earlier, stops = run.data, before.data, is_stop.data
     lows, highs = [], []
-    while True:
+    while len(lows) <= len(before):
         low = first[last]
         lows.append(low)
         highs.append(last)
         if stops[low]:
             break
         last = earlier[low]
+    else:
+        raise broken("cycle", f"the points before point {last} wait for each other")
     high = np.array(highs, dtype=np.int64)
     sizes = high + 1 - np.array(lows, dtype=np.int64)
     walked: Ints = np.repeat(high + np.cumsum(sizes) - sizes, sizes) - np.arange(sizes.sum())

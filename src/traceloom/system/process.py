@@ -150,6 +150,22 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
+def get_free_memory() -> int | None:
+    """Returns the bytes that this process can still take; None if the system does not report it."""
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        limit, used = (
+            Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+            for name in ("memory.max", "memory.current")
+        )
+        free += [int(limit) - int(used)] if limit.isdigit() else []
+    except (OSError, ValueError):
+        pass
+    return min(free, default=None)
+
+
 _MIN_TRIM_KIB = 1 << 19  # peak memory in KiB below which trimming is not worth its cost
 
 

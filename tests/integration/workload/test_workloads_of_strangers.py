@@ -15,6 +15,7 @@ from support.public_traces import DATA
 from traceloom.cli import main
 from traceloom.formats.chakra.et_pb2 import Node
 from traceloom.formats.chakra.files import EtReader
+from traceloom.workload.simulate import native
 
 GIVEN = DATA / "failing" / "workloads"
 
@@ -106,3 +107,8 @@ def test_computation_that_is_stated_as_operations_and_bytes_survives(
     assert [(attribute(node, "num_ops"), attribute(node, "tensor_size")) for node in computes] == [
         (1_000_000_000, 1_000_000)
     ] * 2
+
+
+@pytest.mark.parametrize("name", ["simulate_circle", "simulate_no_circle"])
+def test_ids_against_dependencies_do_not_matter_to_the_native_engine(name: str) -> None:
+    assert native.run(GIVEN / name).after_ns == 20_000

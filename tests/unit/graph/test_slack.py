@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import polars as pl
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from support.jobs import Recipe, training_job
 from support.strategies import builders
+from traceloom.errors import InvariantError
 from traceloom.graph import Plan, calibrate
 from traceloom.graph.critical_path import (
     compute_latest_times,
@@ -141,3 +145,19 @@ def test_a_trail_leads_from_cause_to_cause_until_it_shall_stop(seed: int) -> Non
     until = int(times[points[len(points) // 2]])
     shorter, _ = walk_back(graph, last, until=until)
     assert times[shorter[-1]] <= until < times[shorter[:-1]].min()
+
+
+def test_a_walk_through_points_that_wait_for_each_other_ends_with_an_error() -> None:
+    graph = graph_of(*training_job(Recipe(steps=1, layers=1)).run().traces())
+    nodes = graph.nodes.with_columns(start_ns=0, duration_ns=0, work_ns=0, residual_ns=0)
+    pair = graph.edges.head(2).with_columns(
+        source=pl.Series([0, 1], dtype=pl.UInt32),
+        target=pl.Series([1, 0], dtype=pl.UInt32),
+        from_end=True,
+        to_end=False,
+        delay_ns=0,
+        residual_ns=0,
+    )
+    circle = replace(graph, nodes=nodes, edges=pair.cast(graph.edges.schema))
+    with pytest.raises(InvariantError, match="wait for each other"):
+        walk_back(circle, 1)

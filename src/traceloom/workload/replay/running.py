@@ -24,6 +24,7 @@ import polars as pl
 import traceloom
 from traceloom.errors import CheckError, InputError, TraceloomError, UsageError
 from traceloom.system import units
+from traceloom.system.process import get_free_memory
 from traceloom.trace.notice import Notice
 from traceloom.workload.replay import binding
 from traceloom.workload.replay.contents import generate_content
@@ -141,18 +142,7 @@ def get_free_bytes(device: torch.device) -> int | None:
         import torch
 
         return int(torch.get_device_module(device).mem_get_info(device)[0])
-    free = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (
-            Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
-            for name in ("memory.max", "memory.current")
-        )
-        free += [int(limit) - int(used)] if limit.isdigit() else []
-    except (OSError, ValueError):
-        pass
-    return min(free, default=None)
+    return get_free_memory()
 
 
 def check_memory(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,11 +34,13 @@ class SimulatedTimes:
         times: Of points 2i (start of node i) and 2i + 1 (its end), ns.
         waiting_ns: Extra time of transfers due to full links, by bundle.
         contended: Whether anything had to wait for a link or a lane.
+        turns: Nodes of the lanes that run one node at a time, in the order in which they began.
     """
 
     times: Ints
     waiting_ns: Floats
     contended: bool = False
+    turns: Sequence[int] = ()
 
 
 class _ActiveTransfers:
@@ -203,6 +206,7 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     active_transfers = _ActiveTransfers(bundles, link_classes)
     heap: list[tuple[int, int]] = []
     ready: list[int] = []
+    turns: list[int] = []
     contended = False
     first_begin_point, first_end_point = 2 * node_count, 2 * node_count + operation_count
 
@@ -253,6 +257,7 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
                 contended |= start > time_at
                 lane_free_at[node_lanes[node]] = start + node_works[node]
                 time[2 * node] = start
+                turns.append(node)
                 ready.append(2 * node)
             elif link_classes[entry] < 0:
                 time[first_end_point + entry] = time_at
@@ -264,4 +269,5 @@ def simulate_contention(  # noqa: PLR0917  (one loop: a call per point would tak
     if done_count < 2 * node_count + operation_count:
         raise InvariantError("nodes wait for each other", slug="broken-cycle")
     times = np.array(time[: 2 * node_count], dtype=np.int64)
-    return SimulatedTimes(times, active_transfers.waiting, contended or active_transfers.contended)
+    contended |= active_transfers.contended
+    return SimulatedTimes(times, active_transfers.waiting, contended, turns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -175,17 +176,15 @@ def evaluate_on_network(
     after = changed_graph(graph, scenario, evaluated.times)
     if evaluated.contended:
         after = replace(
-            after, edges=pl.concat([after.edges, _build_turn_edges(lanes, evaluated.times)])
+            after, edges=pl.concat([after.edges, _build_turn_edges(lanes, evaluated.turns)])
         )
     return Evaluation(after, evaluated, transfers, bundles)
 
 
-def _build_turn_edges(lanes: Ints, times: Ints) -> pl.DataFrame:
+def _build_turn_edges(lanes: Ints, turns: Sequence[int]) -> pl.DataFrame:
     """Returns edges from each node of a lane to the next one, in the order in which they ran."""
-    node_rows = np.flatnonzero(lanes >= 0)
-    node_rows = node_rows[
-        np.lexsort((node_rows, times[2 * node_rows + 1], times[2 * node_rows], lanes[node_rows]))
-    ]
+    node_rows = np.array(turns, dtype=np.int64)
+    node_rows = node_rows[np.argsort(lanes[node_rows], kind="stable")]
     next_one = lanes[node_rows[1:]] == lanes[node_rows[:-1]]
     return pl.DataFrame(
         {"source": node_rows[:-1][next_one], "target": node_rows[1:][next_one]}

@@ -465,3 +465,20 @@ def test_a_run_its_graph_and_its_files_are_one_workload(tmp_path: Path) -> None:
         assert answer.identity_error == answers[0].identity_error
         assert answer.ranks.equals(answers[0].ranks)
         assert answer.links.equals(answers[0].links)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_device_is_busy_for_the_sum_of_its_work_whatever_ids_and_zeros_there_are(
+    tmp_path: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    count = chance.randint(2, 40)
+    ids = chance.sample(range(1, 1000), count)
+    work = [chance.choice((0, 0, 1, 7)) for _ in range(count)]
+    nodes = [
+        node(ids[k], us=work[k], deps=chance.sample(ids[:k], min(k, chance.randint(0, 2))))
+        for k in range(count)
+    ]
+    chance.shuffle(nodes)
+    answer = run(write_set(tmp_path / "set", nodes))
+    assert answer.after_ns == 1000 * sum(work)

@@ -6,6 +6,7 @@ algorithms are documented here.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from traceloom.errors import UsageError
 from traceloom.graph.evaluate import MAX_DURATION_NS
+from traceloom.system.process import get_free_memory
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.workload.collective_algorithms import (
     Schedule,
@@ -380,8 +382,16 @@ class Clock:
             events.append((event, payload))
 
     def run(self) -> None:
-        """Processes all events."""
-        while self._times:
+        """Processes all events.
+
+        Raises:
+            UsageError: `no-memory-left`: so many messages are under way that memory runs out.
+        """
+        for number in itertools.count():
+            if not self._times:
+                break
+            if not number % _TIMES_PER_CHECK:
+                _check_memory()
             self.now = time = self._times[0]
             for event, payload in self._events[
                 time
@@ -389,6 +399,20 @@ class Clock:
                 event(payload)
             heappop(self._times)
             del self._events[time]
+
+
+_TIMES_PER_CHECK = 1 << 12
+_MIN_FREE_BYTES = 1 << 28
+
+
+def _check_memory() -> None:
+    free = get_free_memory()
+    if free is not None and free < _MIN_FREE_BYTES:
+        raise UsageError(
+            f"the messages that are under way take all memory: {free >> 20} MiB are left",
+            slug="no-memory-left",
+            hint="simulate fewer ranks, smaller collectives, or with preferred-dataset-splits 1",
+        )
 
 
 Arrive = Callable[[Any], None]
