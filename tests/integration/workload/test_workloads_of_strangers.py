@@ -112,3 +112,54 @@ def test_computation_that_is_stated_as_operations_and_bytes_survives(
 @pytest.mark.parametrize("name", ["simulate_circle", "simulate_no_circle"])
 def test_ids_against_dependencies_do_not_matter_to_the_native_engine(name: str) -> None:
     assert native.run(GIVEN / name).after_ns == 20_000
+
+
+def simulated(name: str, capsys: pytest.CaptureFixture[str]) -> tuple[list[int], set[str], str]:
+    """The ends, the slugs of notices, and what is said on stderr of a given setting."""
+    folder = GIVEN / "astra_sim" / name
+    backend = (folder / "NOTE").read_text(encoding="utf-8").split()[1]
+    options = ["--network", str(folder / "network.yml"), "--system", str(folder / "system.json")]
+    options += ["--congestion", backend, "--mode", "astra-sim", "--json", "-q"]
+    main(["simulate", str(folder), *options])
+    out, err = capsys.readouterr()
+    document = json.loads(out or '{"ranks": [], "notices": []}')
+    ends = [rank["end_ns"] for rank in document["ranks"]]
+    return ends, {notice["slug"] for notice in document["notices"]}, err
+
+
+@pytest.mark.parametrize(
+    "name", [path.name for path in sorted((GIVEN / "astra_sim").glob("*")) if path.is_dir()]
+)
+def test_a_setting_has_the_end_that_astra_sim_gives_or_none(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends, slugs, said = simulated(name, capsys)
+    lines = (GIVEN / "astra_sim" / name / "expected.tsv").read_text("utf-8").splitlines()[1:]
+    if lines[0].startswith("#"):
+        assert "astra-sim-no-end" in slugs if ends else "ASTRA-sim" in said
+        assert "defect" not in said
+    else:
+        assert ends == [int(line.split("\t")[1]) for line in lines]
+        assert "astra-sim-no-end" not in slugs
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("asym_default", "collective-number"), ("astra_sim/d_group_of_one", "group-of-one")],
+)
+def test_what_hangs_in_astra_sim_is_not_valid(
+    name: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["validate", str(GIVEN / name), "--target", "astra-sim", "--json"]) == 5
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert {problem["rule"] for problem in problems if problem["severity"] == "error"} == {rule}
+    assert main(["validate", str(GIVEN / name)]) == 0
+
+
+def test_a_conversion_names_the_group_of_all_ranks_where_it_would_hang(tmp_path: Path) -> None:
+    target = tmp_path / "written"
+    assert (
+        main(["convert", str(GIVEN / "asym_default"), str(target), "--target", "astra-sim", "-q"])
+        == 0
+    )
+    assert main(["validate", str(target), "--target", "astra-sim", "-q"]) == 0

@@ -158,12 +158,20 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .then("group")
         .alias("own_name"),
     )
+    # ASTRA-sim tells collectives of all ranks without a group apart by how many each rank had before.
+    before = (
+        rows.filter(is_mapped & ~pair & ~pl.col("kind").is_in(REPLAYED))
+        .sort("met_ns", "node")
+        .with_columns(pl.int_range(pl.len()).over("number").alias("before"))
+        .filter(pl.col("own_name").is_null() & (pl.col("parts") == len(numbers)))
+    )
+    differs = before.select((pl.col("before").n_unique().over("instance") > 1).any()).item()
     # Number the others by members (as text), in order of first use; the group of all ranks has
     # none.
     is_lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
         rows.filter(pl.col("own_name").is_null())
-        .filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone))
+        .filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone | differs))
         .sort("met_ns", "node")["members"]
         .unique(maintain_order=True)
     )

@@ -568,6 +568,10 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     ]
     if workload.groups.members is None:
         rules.append(("no-group-file", in_group, "is in a group"))
+    lone = [name for name, members in (workload.groups.members or {}).items() if len(members) == 1]
+    is_replayed = pl.col("comm_type") == CollectiveCommType.BROADCAST
+    is_lone = in_group & pl.col("pg_name").is_in(lone) & ~is_replayed
+    rules.append(("group-of-one", is_lone, "is in a group of one rank"))
     for rule, broken, predicate in rules:
         check_nodes(workload, findings, rule, broken, predicate)
     grouped_nodes = workload.nodes.filter(in_group).select("file", "row", "pg_name")
@@ -603,6 +607,15 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         findings.add(
             "host-node", workload.location(file), [(None, text)], get_ids(table, rows), count=1
         )
+        awaited = np.concatenate([table.data.id, table.control.id])
+        is_last = ~np.isin(table.nodes["id"].to_numpy(), awaited)
+        last_kinds = table.nodes["type"].to_numpy()[is_last]
+        if np.isin(last_kinds, (SEND, RECEIVE)).all():
+            ends = np.flatnonzero(is_last)
+            examples = describe_nodes(table, ends, "is a message, and nothing comes after it")
+            findings.add(
+                "host-node-last", workload.location(file), examples, get_ids(table, ends), count=1
+            )
     for file, table in enumerate(workload.tables):
         if len(table.control.row):
             rows = np.unique(table.control.row)

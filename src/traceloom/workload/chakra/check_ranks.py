@@ -149,7 +149,36 @@ def match(workload: Workload, parts: Sequence[OrderedFile], findings: Findings) 
                 )
                 for s in sequences
             ]
+    _check_numbers(parts, startable, findings)
     return JoinedOperations(pl.concat(frames), _match_messages(parts, startable, findings))
+
+
+def _check_numbers(
+    parts: Sequence[OrderedFile], startable: pl.DataFrame, findings: Findings
+) -> None:
+    """Checks that each collective of all ranks comes after as many others on every rank."""
+    carried = startable.filter(
+        (pl.col("type") == COLLECTIVE)
+        & pl.col("comm_type").ne_missing(CollectiveCommType.BROADCAST)
+    ).with_columns(before=pl.int_range(pl.len()).over("file"))
+    common = carried.filter(pl.col("pg_name").fill_null("").is_in(ALL)).with_columns(
+        turn=pl.int_range(pl.len()).over("file")
+    )
+    differ = common.filter(pl.col("before").n_unique().over("turn") > 1).sort("turn", "file")
+    if differ.height:
+        first = differ.row(0, named=True)
+        other = differ.filter(turn=first["turn"]).filter(pl.col("before") != first["before"])
+        part, (file, before) = parts[first["file"]], other.select("file", "before").row(0)
+        message = (
+            f"{describe_node(part.table, first['row'])} comes after {first['before']} collectives on rank {part.rank}, its "
+            f"counterpart after {before} on rank {parts[file].rank}: both wait for ever"
+        )
+        findings.add(
+            "collective-number",
+            part.location,
+            [(part.table.nodes["id"][first["row"]], message)],
+            count=differ["turn"].n_unique(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,6 +439,24 @@ _ASTRA_SIM = (
         WARNING,
     ),
     ValidationRule(
+        "host-node-last",
+        "ASTRA-sim stops at a rank that has work of the CPU and ends with a send or a receive",
+        "let a node of computation wait for the last message, or convert with --target astra-sim --gpu-only",
+        None,
+    ),
+    ValidationRule(
+        "group-of-one",
+        "ASTRA-sim never ends a collective in a group of one rank",
+        "leave the collective out",
+        None,
+    ),
+    ValidationRule(
+        "collective-number",
+        "ASTRA-sim tells collectives of all ranks apart by how many chunks each rank had before, which differ",
+        "name a group of all ranks in the collective, or let all ranks have as many collectives before it",
+        None,
+    ),
+    ValidationRule(
         "memory-node",
         "ASTRA-sim sends it to remote memory, which its configuration must describe",
         "give a --remote-memory-configuration, or convert with --target astra-sim",

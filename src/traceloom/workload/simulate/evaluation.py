@@ -125,12 +125,13 @@ def evaluate_on_network(
     """
     plan = plan or build_plan(graph)
     scenario = Scenario.of(graph)
-    time_ns = np.zeros(len(operations), dtype=np.int64)
+    time_ns = latency_ns = np.zeros(len(operations), dtype=np.int64)
     class_by_operation = np.full(len(operations), -1, dtype=np.int64)
     bundles = LinkBundles.none()
     if transfers is not None:
         scenario = scenario.copy()
         time_ns, bundles = transfers.time_ns, transfers.bundles()
+        latency_ns = np.minimum(transfers.latency_ns, time_ns)
         class_by_operation = np.where(transfers.replaced, transfers.class_of_operation, -1)
         parts, edges = (
             transfers.replaced[operations.operation_of_part],
@@ -147,7 +148,7 @@ def evaluate_on_network(
     evaluated = SimulatedTimes(times, np.zeros(bundles.count))
     meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]
     if bundles.exceeds_bandwidth(
-        class_by_operation, meeting_times, meeting_times + time_ns
+        class_by_operation, meeting_times, meeting_times + time_ns - latency_ns
     ) or _has_overlaps(lanes, times):
         delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
         evaluated = with_contention(
@@ -155,7 +156,7 @@ def evaluate_on_network(
             unwrap_array(scenario.work_ns),
             unwrap_array(delay),
             operations,
-            time_ns,
+            time_ns - latency_ns,
             class_by_operation,
             bundles,
             lanes,

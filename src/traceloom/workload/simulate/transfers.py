@@ -221,6 +221,8 @@ class Transfers:
         flags: A remark on each time, in words; "" for none.
         card_ns: Lower bound of the time of each communication's bytes over network cards; shape
             (M,).
+        latency_ns: Last part of each time, in which its bytes are on their way and no link is taken;
+            shape (M,).
     """
 
     time_ns: Ints
@@ -231,6 +233,7 @@ class Transfers:
     algorithm: list[str | None]
     flags: list[str]
     card_ns: Ints
+    latency_ns: Ints
 
     def bundles(self) -> LinkBundles:
         """Returns the links, with those bundled that have equal demand from all classes."""
@@ -388,6 +391,7 @@ class ModelledTransfer:
         bytes: Bytes on each of them.
         card_ns: Lower bound of the time of its bytes over the network cards of ranks; 0 if there
             are none.
+        latency_ns: Of the messages of a single round; 0 where rounds follow each other.
         algorithm: The algorithm.
     """
 
@@ -395,6 +399,7 @@ class ModelledTransfer:
     links: Ints
     bytes: Ints
     card_ns: float
+    latency_ns: float
     algorithm: str
 
 
@@ -487,8 +492,11 @@ class _Pricing:
         )
         links = np.flatnonzero(use.bytes > 0)
         carried = np.rint(np.minimum(use.bytes[links], _MAX_BYTES)).astype(np.int64)
+        time_ns = float(end_ns.max(initial=0.0))
+        taken_ns = float((carried / self.network.bandwidth[links]).max(initial=0.0))
+        latency_ns = max(time_ns - taken_ns, 0.0) if len(plan.rounds) == 1 and carried.size else 0.0
         return ModelledTransfer(
-            float(end_ns.max(initial=0.0)), links, carried, self.card_ns(plan, order), algorithm
+            time_ns, links, carried, self.card_ns(plan, order), latency_ns, algorithm
         )
 
     def card_ns(self, plan: Schedule, order: Ints) -> float:
@@ -537,7 +545,8 @@ def compute_transfers(
         if price.modelled is None or not price.time_ns:
             continue
         links, carried = price.modelled.links, price.modelled.bytes
-        share = np.minimum(carried / (pricing.network.bandwidth[links] * price.time_ns), 1.0)
+        taken_ns = max(price.time_ns - price.latency_ns, 1)
+        share = np.minimum(carried / (pricing.network.bandwidth[links] * taken_ns), 1.0)
         shares.append(
             pl.DataFrame({"link": links, "share": share, "bytes": carried}).with_columns(
                 class_of_operation=number
@@ -553,7 +562,10 @@ def compute_transfers(
         pricing.network.links.select("link", "name", "source", "target"),
         [prices[k].algorithm for k in class_by_operation.tolist()],
         [prices[k].flag for k in class_by_operation.tolist()],
-        np.array([price.card_ns for price in prices], dtype=np.int64)[class_by_operation],
+        *(
+            np.array([getattr(price, name) for price in prices], dtype=np.int64)[class_by_operation]
+            for name in ("card_ns", "latency_ns")
+        ),
     )
 
 
@@ -580,6 +592,7 @@ class _Price:
     algorithm: str | None = None
     flag: str = ""
     card_ns: int = 0
+    latency_ns: int = 0
 
 
 def _compute_price(pricing: _Pricing, base: _Pricing, request: dict[str, Any]) -> _Price:
@@ -616,4 +629,5 @@ def _compute_price(pricing: _Pricing, base: _Pricing, request: dict[str, Any]) -
             slug="times-too-long",
             hint="bandwidths are in 10^9 B/s, latencies in ns",
         )
-    return _Price(round(time_ns), modelled, algorithm, "; ".join(flags), int(card_ns))
+    latency_ns = int(modelled.latency_ns) if modelled and measured.time_ns is None else 0
+    return _Price(round(time_ns), modelled, algorithm, "; ".join(flags), int(card_ns), latency_ns)

@@ -76,6 +76,11 @@ FINE = a_set([ONE, AFTER])
 PAIR = a_set([collective(1), node(2, deps=[1])], [collective(1), node(2, deps=[1])])
 
 # rule -> (what breaks it, the nearest that does not, for whom)
+# Rank 0 has one collective less before that of all ranks.
+_UNEVEN = [
+    [collective(1)],
+    *[[collective(1, pg_name="1"), collective(2, deps=[1])]] * 2,
+]
 CASES: dict[str, tuple[Make, Make, Target]] = {
     "file-damage": (cut, FINE, "chakra"),
     "no-metadata": (without_metadata, FINE, "chakra"),
@@ -211,6 +216,21 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
     "control-dependency": (a_set([ONE, node(2, ctrl=[1])]), FINE, "astra-sim"),
     "host-node": (a_set([node(1, is_cpu_op=True)]), a_set([node(1, is_cpu_op=False)]), "astra-sim"),
     "memory-node": (a_set([node(1, "MEM_LOAD_NODE")]), FINE, "astra-sim"),
+    "host-node-last": (
+        a_set([node(1, is_cpu_op=True), send(2, 1, deps=[1])], [receive(1, 0)]),
+        a_set([node(1), send(2, 1, deps=[1])], [receive(1, 0)]),
+        "astra-sim",
+    ),
+    "group-of-one": (
+        a_set([collective(1, pg_name="1")], [ONE], groups={"1": [0]}),
+        a_set([collective(1, "BROADCAST", pg_name="1")], [ONE], groups={"1": [0]}),
+        "astra-sim",
+    ),
+    "collective-number": (
+        a_set(*_UNEVEN, groups={"1": [1, 2]}),
+        a_set(*_UNEVEN[1:], groups={"1": [0, 1]}),
+        "astra-sim",
+    ),
 }
 
 

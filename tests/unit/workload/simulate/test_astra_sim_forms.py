@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import UsageError
+from traceloom.workload.chakra.validate import validate
 from traceloom.workload.simulate.astra_sim.run import simulate
 
 GIB_PER_GB = (1 << 30) / 1e9  # bytes per ns of one GB/s
@@ -195,7 +197,7 @@ def test_a_broadcast_takes_what_was_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "implementation", ["ring", "direct", "direct2", "halvingDoubling", "doubleBinaryTree"]
 )
-def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(
+def test_a_collective_of_one_rank_which_never_ends_is_refused(
     implementation: str, tmp_path: Path
 ) -> None:
     alone = [
@@ -206,15 +208,9 @@ def test_a_group_of_one_rank_ends_at_once_or_is_refused_in_a_sentence(
         write_set(tmp_path / "set", alone, [node(1, us=1)], groups={"3": [0]})
     )
     network = astra_sim.network("Switch", "2", "50", "500")
-    if implementation == "ring":
-        for aware in (False, True):
-            answer = simulate(read, network, astra_sim.system(splits=2), congestion_aware=aware)
-            assert answer.ranks["end_ns"].to_list() == [1_000 + 2 * 10, 1_000]  # two chunks
-        return
-    with pytest.raises(UsageError, match=r"one rank|1 ranks") as refused:
+    with pytest.raises(UsageError, match="one rank") as refused:
         simulate(read, network, astra_sim.system(implementation))
     assert refused.value.slug == "bad-collective"
-    assert "ring" in (refused.value.hint or "")
 
 
 def test_a_dimension_of_one_is_none() -> None:
@@ -268,3 +264,54 @@ def test_a_simulation_stops_before_memory_runs_out(
     with pytest.raises(UsageError) as refused:
         astra_sim.ends(astra_sim.node_mask(read), None, network, astra_sim.system(), aware=True)
     assert refused.value.slug == "no-memory-left"
+
+
+@pytest.mark.parametrize("ranks", [6, 12, 20, 24])
+@pytest.mark.parametrize("topology", ["Switch", "FullyConnected"])
+def test_halving_and_doubling_gathers_where_pairs_of_ranks_are_left(
+    tmp_path: Path, topology: str, ranks: int
+) -> None:
+    size, delay = 1 << 20, 10
+    read = astra_sim.one_collective(tmp_path / "set", "all_gather", ranks, size)
+    network = astra_sim.network(topology, str(ranks), "50", "500")
+    system = astra_sim.system("halvingDoubling")
+    steps = ranks.bit_length() - 1
+    took = sum(message(topology, ranks, 1, size << k, 50.0, 500.0) for k in range(steps))
+    ends = astra_sim.ends(astra_sim.node_mask(read), None, network, system, aware=False)
+    assert ends == [took + (steps + 1) * delay] * ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("all_gather", 5),
+        ("all_gather", 10),
+        ("all_gather", 14),
+        ("all_reduce", 6),
+        ("reduce_scatter", 12),
+        ("all_to_all", 4),
+    ],
+)
+def test_halving_and_doubling_is_refused_where_it_never_ends(
+    tmp_path: Path, kind: str, ranks: int
+) -> None:
+    read = astra_sim.one_collective(tmp_path / "set", kind, ranks, 1 << 20)
+    network = astra_sim.network("Switch", str(ranks), "50", "500")
+    system = replace(
+        astra_sim.system("halvingDoubling"), implementations={kind: ("halvingDoubling",)}
+    )
+    with pytest.raises(UsageError) as refused:
+        astra_sim.ends(astra_sim.node_mask(read), None, network, system, aware=False)
+    assert refused.value.slug in {"bad-collective", "no-such-schedule"}
+
+
+def test_an_end_on_a_message_after_work_of_the_cpu_is_marked(tmp_path: Path) -> None:
+    network, system = astra_sim.network("Ring", "4", "50", "500"), astra_sim.system()
+    one = [node(1, us=5, is_cpu_op=True), send(2, 1, deps=[1])]
+    others = [[receive(1, 0)], [node(1)], [node(1)]]
+    for more, marked in ((), True), ((node(3, deps=[2]),), False):
+        home = write_set(tmp_path / str(marked), [*one, *more], *others)
+        notices = simulate(astra_sim.workload(home), network, system).notices
+        assert ("astra-sim-no-end" in {notice.slug for notice in notices}) is marked
+        problems = validate(home, target="astra-sim").problems
+        assert ("host-node-last" in {problem.rule for problem in problems}) is marked

@@ -482,3 +482,14 @@ def test_one_device_is_busy_for_the_sum_of_its_work_whatever_ids_and_zeros_there
     chance.shuffle(nodes)
     answer = run(write_set(tmp_path / "set", nodes))
     assert answer.after_ns == 1000 * sum(work)
+
+
+@pytest.mark.parametrize("senders", [1, 2, 3, 7])
+def test_messages_to_one_rank_share_its_link_and_not_the_latency(
+    tmp_path: Path, senders: int
+) -> None:
+    size, latency = 1_000_000, 1_000
+    messages = [receive(k, k, comm_size=size) for k in range(1, senders + 1)]
+    home = write_set(tmp_path / "set", messages, *[[send(1, 0, comm_size=size)]] * senders)
+    machine = Machine((Dimension("switch", senders + 1, 1.0, float(latency)),))
+    assert run(home, machine).after_ns == senders * size + 2 * latency

@@ -24,9 +24,10 @@ from traceloom.trace.array_types import Floats, Ints
 from traceloom.workload.collective_algorithms import (
     Schedule,
     build_direct,
-    build_halving_doubling,
     build_ring,
+    build_round,
     build_single_tree,
+    compute_log2,
     compute_parents,
 )
 
@@ -133,6 +134,12 @@ class Dimensions:
                 f"the system file has no {kind.replace('_', '-')}-implementation",
                 slug="bad-astra-sim-config",
             )
+        if members < 2:
+            raise UsageError(
+                f"ASTRA-sim never ends an {kind} of a group of one rank",
+                slug="bad-collective",
+                hint="leave it out",
+            )
         if members < self.ranks:
             return [
                 self._phase(
@@ -199,12 +206,14 @@ class Dimensions:
         algorithm = name[3].lower() + name[4:] if name.startswith("one") else name
         if not algorithm.startswith("direct"):
             schedule = _build_phase(kind, algorithm, ranks, chunk, tree=tree % 2)
+            _check_sizes(schedule, f"{algorithm} {kind} of {chunk} bytes")
             return CollectivePhase(
                 dimension, schedule, stride, self.delay_ns if stride else FAST_DELAY_NS
             )
         peer_count = ranks - 1
         window = min(int(algorithm.removeprefix("direct") or peer_count), peer_count)
         schedule, reduced = _build_direct_phase(kind, ranks, chunk, window, is_whole=bool(stride))
+        _check_sizes(schedule, f"{algorithm} {kind} of {chunk} bytes")
         rounds = window == peer_count and kind != "all_reduce"
         return CollectivePhase(
             dimension,
@@ -228,13 +237,9 @@ def _build_direct_phase(
     """
     schedule = build_direct(kind, ranks, chunk if kind == "all_gather" else chunk // ranks * ranks)
     if not window:
-        text = (
-            "with direct0"
-            if ranks > 1
-            else f"a direct {kind} of one rank, which has nothing to send"
+        raise UsageError(
+            "ASTRA-sim never begins with direct0", slug="bad-collective", hint="use direct"
         )
-        hint = "use direct" if ranks > 1 else "use ring, or leave the collective out"
-        raise UsageError(f"ASTRA-sim never begins {text}", slug="bad-collective", hint=hint)
     peer_count = ranks - 1
     round_number, position = np.divmod(
         window + np.arange(len(schedule.rounds) * peer_count), window * (2 if is_whole else ranks)
@@ -287,39 +292,58 @@ def _build_halving_phase(kind: str, ranks: int, chunk: int) -> Schedule:
     Raises:
         UsageError: slugs `bad-collective`, `no-such-schedule`.
     """
-    if ranks < 2:
-        text = f"a halvingDoubling {kind} of one rank has no messages"
-        raise UsageError(text, slug="bad-collective", hint="use ring, or leave the collective out")
-    schedule = build_halving_doubling(kind, ranks, ranks)
-    steps = len(schedule.rounds) // (2 if kind == "all_reduce" else 1)
+    steps = ranks.bit_length() - 1
     halves = [chunk >> (k + 1) for k in range(steps)]
-    sizes = {
-        "reduce_scatter": halves,
-        "all_reduce": [
-            *halves,
-            *(chunk >> (steps + 1) << (k + 1) for k in range(steps)),
-        ],  # rounded-off bytes are lost
-        "all_gather": [chunk << k for k in range(steps)],
-    }[kind]
-    if not min(sizes):
+    near = [1 << k for k in range(steps)]
+    # Distances and bytes of the messages; rounded-off bytes are lost.
+    plans = {
+        "reduce_scatter": (near, halves),
+        "all_reduce": (
+            [*near, *reversed(near)],
+            [*halves, *(chunk >> (steps + 1) << (k + 1) for k in range(steps))],
+        ),
+        "all_gather": (
+            [ranks >> (k + 1) for k in range(steps)],
+            [chunk << k for k in range(steps)],
+        ),
+    }
+    if kind not in plans:
         raise UsageError(
-            f"ASTRA-sim stops at a halvingDoubling {kind} of {chunk} bytes among {ranks} ranks, which comes to "
-            "messages of no bytes",
+            f"ASTRA-sim stops at a halvingDoubling {kind}",
             slug="bad-collective",
-            hint="use ring",
+            hint=f"set {kind.replace('_', '-')}-implementation to ring or direct",
         )
+    distances, sizes = plans[kind]
+    position = np.arange(ranks)
+    rounds = []
+    for distance, size in zip(distances, sizes, strict=True):
+        target = (position + np.where(position // distance % 2, -distance, distance)) % ranks
+        if (target[target] != position).any():
+            compute_log2(ranks, "halving-doubling")  # two ranks send to one: it never ends
+        rounds.append(build_round(position, target, size))
     reduced = (
         [0] * len(sizes)
         if kind == "all_gather"
         else [*halves[1:], 0, *([0] * (len(sizes) - steps))]
     )
-    return replace(
-        schedule,
-        rounds=tuple(
-            replace(part, bytes=np.full(ranks, size), reduced=np.full(ranks, reduced_bytes))
-            for part, size, reduced_bytes in zip(schedule.rounds, sizes, reduced, strict=True)
+    return Schedule(
+        ranks,
+        tuple(
+            replace(part, reduced=np.full(ranks, reduced_bytes))
+            for part, reduced_bytes in zip(rounds, reduced, strict=True)
         ),
     )
+
+
+@lru_cache(maxsize=256)
+def _check_sizes(schedule: Schedule, name: str) -> None:
+    """Raises UsageError `bad-collective` where a message has no bytes."""
+    if any(not part.bytes.all() for part in {id(part): part for part in schedule.rounds}.values()):
+        raise UsageError(
+            f"ASTRA-sim stops at a {name} among {schedule.ranks} ranks, which comes to messages of no bytes",
+            slug="bad-collective",
+            hint="communicate more bytes, or set preferred-dataset-splits to 1",
+        )
 
 
 def get_members(phase: CollectivePhase, rank: int, group: Sequence[int]) -> Ints:

@@ -227,6 +227,15 @@ def read_system(path: str | Path) -> AstraSimSystem:
                     f"expected {expected}, got {document[key]!r:.40}", f"{location}, {key}"
                 )
             values[name] = document[key]
+    for name, value in values.items():
+        if isinstance(value, float) and value.is_integer():
+            values[name] = int(value)
+    if values.get("roofline"):
+        for name, key in (("peak_perf", "peak-perf"), ("local_mem_bw", "local-mem-bw")):
+            if not values.get(name):
+                raise _make_config_error(
+                    f"`roofline-enabled` without `{key}`: computation would take for ever", location
+                )
     if "splits" not in values:
         hint = "ASTRA-sim divides by it: write for example 4"
         raise _make_config_error("there is no key `preferred-dataset-splits`", location, hint)
@@ -277,7 +286,10 @@ def read_system(path: str | Path) -> AstraSimSystem:
 
 def _make_number_check(min_value: float, *types: type[int | float]) -> Callable[[Any], bool]:
     return lambda value: (
-        isinstance(value, types) and not isinstance(value, bool) and min_value <= value < 2**31
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and min_value <= value < 2**31
+        and (float in types or value == int(value))
     )
 
 
@@ -356,7 +368,25 @@ def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]
         notices.append(
             Notice("astra-sim-bus-ignored", "warning", message, len(bus), where=location)
         )
+    doubts = []
+    if document.get("track-local-mem"):
+        doubts.append(
+            "with `track-local-mem` it stops at the first node without the attributes `inputs` and `outputs`"
+        )
+    dimensions = [len(names) for names in document.values() if isinstance(names, list)]
+    if "collective-optimization" not in document and max(dimensions, default=0) > 1:
+        doubts.append(
+            "without `collective-optimization` it reads what nobody set, its ranks disagree and wait for ever; here it "
+            "is `baseline`"
+        )
+    notices += [make_doubt(doubt, location) for doubt in doubts]
     return tuple(notices)
+
+
+def make_doubt(reason: str, location: str) -> Notice:
+    """Returns the notice that ASTRA-sim itself says of no rank when it ends."""
+    message = f"ASTRA-sim gives no such answer: {reason}"
+    return Notice("astra-sim-no-end", "warning", message, where=location)
 
 
 def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -159,7 +160,8 @@ class AstraEngine:
     ) -> None:
         self.clock = Clock()
         self._fabric, self._dimensions = fabric, dimensions
-        self._memory_rate, self._groups, self._algorithms = memory_rate, groups, algorithms or {}
+        self._groups, self._algorithms = groups, algorithms or {}
+        self._can_reduce, self._memory_rate = memory_rate > 0, memory_rate or math.inf
         self._width = width
         self.links = Links(fabric, self.clock) if aware else None
         self._mailbox = Mailbox(self.clock, self._transmit)
@@ -424,15 +426,20 @@ class AstraEngine:
         """
         count, chunk = self._dimensions.chunks(message.kind, message.size)
         along = message.dimensions if all_ranks else None
-        if not self._memory_rate:
+        chunks = [
+            self._dimensions.phases(message.kind, chunk, ranks, self._trees, along)
+            for _ in range(count)
+        ]
+        if not self._can_reduce and any(
+            any(phase.reduced) or any(part.reduced.any() for part in phase.schedule.rounds)
+            for phases in chunks[:1]
+            for phase in phases
+        ):
             raise UsageError(
                 "the system file has no `local-mem-bw`, at which collectives reduce",
                 slug="bad-astra-sim-config",
             )
-        return [
-            self._dimensions.phases(message.kind, chunk, ranks, self._trees, along)
-            for _ in range(count)
-        ]
+        return chunks
 
     def _begin_chunks(self, rank: RunningRank, meeting: Meeting, position: int) -> None:
         remaining = [len(meeting.chunks)]

@@ -14,6 +14,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
 from traceloom.formats.chakra.nodes import NodeFrame, read_table
 from traceloom.trace.array_types import Ints
+from traceloom.workload.chakra.check_files import is_number
 from traceloom.workload.simulate.astra_sim.streams import Mailbox, RankQueues
 
 CPU, GPU, COMMUNICATION, NOTHING = range(4)  # slots of a rank, each occupied by one node at a time
@@ -285,10 +286,17 @@ def find_group_ranks(
     """Returns the ranks of a node's group in the order of the group file, None for all ranks.
 
     Raises:
-        UsageError: `no-such-group`: it is not in the group file, or has ranks outside the workload.
+        UsageError: `no-such-group`: it is no number, is not in the group file, or has ranks outside
+            the workload.
     """
     if name in (None, "", "0"):
         return None
+    if not is_number(str(name), min_value=0):
+        raise UsageError(
+            f"ASTRA-sim reads the names of groups as numbers, and stops at `{name}`",
+            slug="no-such-group",
+            hint="traceloom convert DIR NEW --target astra-sim numbers them",
+        )
     members = (groups or {}).get(str(name))
     if members is None:
         raise UsageError(

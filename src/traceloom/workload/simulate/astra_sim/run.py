@@ -18,7 +18,12 @@ from traceloom.system import units
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.workload.simulate.astra_sim.collectives import AnalyticalNetwork, Dimensions
-from traceloom.workload.simulate.astra_sim.config import KINDS, AstraSimNetwork, AstraSimSystem
+from traceloom.workload.simulate.astra_sim.config import (
+    KINDS,
+    AstraSimNetwork,
+    AstraSimSystem,
+    make_doubt,
+)
 from traceloom.workload.simulate.astra_sim.engine import (
     Algorithm,
     AstraEngine,
@@ -31,6 +36,8 @@ from traceloom.workload.simulate.astra_sim.nodes import (
     CPU,
     GPU,
     NOTHING,
+    RECEIVE,
+    SEND,
     Compute,
     RankNodes,
     build_rank_nodes,
@@ -299,8 +306,23 @@ def _assemble_simulation(
             infer_schema_length=None,
         ).pipe(_fill_and_cast_columns, COLLECTIVES),
         links=_build_link_table(engine, network),
-        notices=(notice, *system.notices),
+        notices=(notice, *system.notices, *_list_doubts(engine)),
     )
+
+
+def _list_doubts(engine: AstraEngine) -> list[Notice]:
+    """Returns a notice for the first rank whose statistics ASTRA-sim cannot finish."""
+    for rank in engine.ranks:
+        nodes = rank.nodes
+        last = np.flatnonzero(np.frombuffer(rank.end_ns, np.int64) == (rank.last_ns or 0)).tolist()
+        messages = [node for node in last if nodes.action[node] in {SEND, RECEIVE}]
+        if messages and CPU in nodes.slot:
+            reason = (
+                f"rank {nodes.rank} has work of the CPU and ends with {nodes.label(messages[0])}, a message, at which "
+                "its statistics stop"
+            )
+            return [make_doubt(reason, nodes.table.path)]
+    return []
 
 
 def _build_rank_row(rank: RunningRank) -> dict[str, int]:
