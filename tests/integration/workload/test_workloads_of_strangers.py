@@ -12,10 +12,13 @@ import pytest
 
 from support import astra_sim
 from support.public_traces import DATA
+from support.workload import collective, node, write_set
 from traceloom.cli import main
+from traceloom.errors import CheckError
 from traceloom.formats.chakra.et_pb2 import Node
 from traceloom.formats.chakra.files import EtReader
 from traceloom.workload.simulate import native
+from traceloom.workload.simulate.astra_sim.run import simulate
 
 GIVEN = DATA / "failing" / "workloads"
 
@@ -163,3 +166,28 @@ def test_a_conversion_names_the_group_of_all_ranks_where_it_would_hang(tmp_path:
         == 0
     )
     assert main(["validate", str(target), "--target", "astra-sim", "-q"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["validate", "simulate", "convert"])
+def test_files_of_the_first_schema_are_refused_by_its_name(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [str(tmp_path / "written")] if verb == "convert" else []
+    assert main([verb, str(GIVEN / "chakra_0.0.1"), *target]) == 3
+    assert "schema 0.0.1" in capsys.readouterr().err
+
+
+def test_an_old_group_is_used_or_said(tmp_path: Path) -> None:
+    home = write_set(
+        tmp_path / "set",
+        *[[collective(1, comm_group=("int32_val", 3))]] * 2,
+        [node(1)],
+        groups={"3": [0, 1]},
+    )
+    network, system = astra_sim.network("Ring", "3", "50", "500"), astra_sim.system()
+    assert native.run(home).collectives["ranks"].to_list() == [2]
+    with pytest.raises(CheckError):  # of all ranks, and rank 2 does not come
+        simulate(astra_sim.workload(home), network, system)
+    assert main(["convert", str(home), str(tmp_path / "new"), "--target", "astra-sim", "-q"]) == 0
+    answer = simulate(astra_sim.workload(tmp_path / "new"), network, system)
+    assert answer.collectives["ranks"].to_list() == [2]

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from traceloom.errors import InputError
 from traceloom.formats.chakra.et_pb2 import (
@@ -34,6 +35,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 # objects out of nothing.
 _MIN_MESSAGE_BYTES = 6
 _FEW_MESSAGES = 100_000
+_MAX_SCHEMA_MESSAGES = 1000  # that are looked at for an old schema
 _LENGTH_BYTES = 5  # a length has at most 32 bits
 
 
@@ -255,6 +257,7 @@ class EtReader:
     Raises:
         InputError: `unreadable`; `empty-file`; `not-chakra`: another kind of file;
             `chakra-damaged`: a message claims more bytes than possible, or is no node;
+            `chakra-old-schema`;
             `chakra-cut`: even the metadata is incomplete, or `strict`; `gzip-bomb`.
     """
 
@@ -361,6 +364,7 @@ class EtReader:
         if first.startswith(_FIRST_FIELD_VARINT):
             with suppress(DecodeError):
                 Node.FromString(first)
+                self._refuse_old_schema(block)
                 message = "the file begins with a node, not with metadata"
                 self.notices.append(
                     Notice("chakra-no-metadata", "warning", message, where=str(self.path))
@@ -373,6 +377,21 @@ class EtReader:
         if first and not metadata.version and not metadata.attr:
             raise self._refusal(None)
         return metadata, remaining
+
+    def _refuse_old_schema(self, block: Block) -> None:
+        """Refuses a file without metadata whose nodes have numbers that only an old schema has."""
+        nodes: list[Node] = []
+        with suppress(DecodeError):  # the first damaged node ends the look
+            nodes.extend(map(Node.FromString, islice(block.messages(), _MAX_SCHEMA_MESSAGES)))
+        for node in nodes:
+            if any(f.wire_type == 0 and f.field_number >= 8 for f in UnknownFieldSet(node)):
+                raise InputError(
+                    "this is a Chakra file of the schema 0.0.1 (2023), whose fields meant other things: sizes would "
+                    "be taken for times",
+                    slug="chakra-old-schema",
+                    where=str(self.path),
+                    hint="write it again with the Chakra schema 0.0.4 or later",
+                )
 
     def _refusal(self, error: InputError | None) -> InputError:
         """Returns the error that explains why nothing of the file can be read."""

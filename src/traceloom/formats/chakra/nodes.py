@@ -47,6 +47,7 @@ EXPECTED = {
     "comm_dst": "int32_val",
     "comm_tag": "int32_val",
     "comm_priority": "int32_val",
+    "comm_group": "int32_val",  # of old writers; `pg_name` today
     "num_ops": "int64_val",
     "tensor_size": "uint64_val",
     "pg_name": "string_val",

@@ -345,6 +345,7 @@ _NEEDED = {
     SEND: ("comm_size", "comm_dst", "comm_tag"),
     RECEIVE: ("comm_size", "comm_src", "comm_tag"),
 }
+HAS_OLD_GROUP = (pl.col("comm_group") > 0) & pl.col("pg_name").is_null()
 ALL = ("", "0")
 """How groups of all ranks are written."""
 
@@ -435,6 +436,11 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             "has a comm_size that is not above 0",
         ),
         ("communication-on-host", communication & pl.col("is_cpu_op"), "has is_cpu_op true"),
+        (
+            "old-group",
+            (pl.col("type") == COLLECTIVE) & HAS_OLD_GROUP,
+            "has comm_group and no pg_name",
+        ),
     ):
         check_nodes(workload, findings, rule, broken, predicate)
 

@@ -238,8 +238,8 @@ _NODES = (
     ValidationRule(
         "attribute-type",
         "the attribute's value is of another type than readers look for, who then take it for 0",
-        "write is_cpu_op as bool, comm_type, comm_size and num_ops as int64, comm_src, comm_dst, comm_tag and "
-        "comm_priority as int32, tensor_size as uint64, pg_name as string, involved_dim as a list of bool",
+        "write is_cpu_op as bool, comm_type, comm_size and num_ops as int64, comm_src, comm_dst, comm_tag, "
+        "comm_group and comm_priority as int32, tensor_size as uint64, pg_name as string, involved_dim as a list of bool",
         ERROR,
     ),
     ValidationRule(
@@ -328,6 +328,12 @@ _COMMUNICATION = (
         "the group file is not as it should be",
         'write {"1": [0, 1], "2": [2, 3]}',
         ERROR,
+    ),
+    ValidationRule(
+        "old-group",
+        "the group is in comm_group, where old readers looked for it; today's take the collective for one of all ranks",
+        "write pg_name, a string; convert --target astra-sim does",
+        WARNING,
     ),
     ValidationRule(
         "unknown-group",

@@ -151,6 +151,11 @@ CASES: dict[str, tuple[Make, Make, Target]] = {
     ),
     "message-peer": (a_set([send(1, 0)]), a_set([send(1, 1)], [receive(1, 0)]), "chakra"),
     "group-file": (a_set([ONE], groups={"1": "all"}), a_set([ONE], groups={"1": [0]}), "chakra"),
+    "old-group": (
+        a_set(*[[collective(1, comm_group=("int32_val", 2))]] * 2),
+        a_set(*[[collective(1, comm_group=("int32_val", 2), pg_name="0")]] * 2),
+        "chakra",
+    ),
     "unknown-group": (
         a_set([collective(1, pg_name="2")], [collective(1, pg_name="2")], groups=BOTH),
         a_set([collective(1, pg_name="1")], [collective(1, pg_name="1")], groups=BOTH),

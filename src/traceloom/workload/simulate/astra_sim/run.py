@@ -17,6 +17,7 @@ from traceloom.graph.graph import Graph
 from traceloom.system import units
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
+from traceloom.workload.chakra.check_files import HAS_OLD_GROUP
 from traceloom.workload.simulate.astra_sim.collectives import AnalyticalNetwork, Dimensions
 from traceloom.workload.simulate.astra_sim.config import (
     KINDS,
@@ -306,8 +307,14 @@ def _assemble_simulation(
             infer_schema_length=None,
         ).pipe(_fill_and_cast_columns, COLLECTIVES),
         links=_build_link_table(engine, network),
-        notices=(notice, *system.notices, *_list_doubts(engine)),
+        notices=(notice, *system.notices, *_list_doubts(engine), *_list_old_groups(workload)),
     )
+
+
+def _list_old_groups(workload: Workload) -> list[Notice]:
+    count = workload.nodes.filter(HAS_OLD_GROUP).height
+    message = f"{units.format_quantity(count, 'node')} with comm_group instead of pg_name: of all ranks to ASTRA-sim"
+    return [Notice("astra-sim-old-group", "warning", message, count)] if count else []
 
 
 def _list_doubts(engine: AstraEngine) -> list[Notice]:
