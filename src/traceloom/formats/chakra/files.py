@@ -502,12 +502,14 @@ class GroupFile:
 
 
 def find_group_file(directory: Path) -> Path | None:
-    """Returns the group file of a directory: one of the usual names, else the only other JSON file
+    """Returns the group file of a directory of `.et` files: one of the usual names, else the only other JSON file
     that lists the ranks of groups, such as the `workload.json` of STAGE.
     """
     for name in GROUP_FILES:
         if (directory / name).is_file():
             return directory / name
+    if not any(directory.glob("*.et*")):
+        return None
     others = [path for path in sorted(directory.glob("*.json")) if _lists_groups(path)]
     return others[0] if len(others) == 1 else None
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from isal import igzip
 
 from traceloom.errors import InputError
-from traceloom.formats.chakra.files import GROUP_FILES
+from traceloom.formats.chakra.files import find_group_file
 from traceloom.formats.inputs import read_capture
 from traceloom.formats.resync import DamageLog
 from traceloom.formats.text_stream import open_input, read_text_pieces
@@ -296,7 +296,7 @@ def detect_kind(path: Path) -> str:
     start = head.lstrip()[:1]
     if not head.strip(b"\0"):
         raise InputError("the file is empty", slug="empty-file", where=str(path))
-    if path.name in GROUP_FILES:
+    if path.name.endswith(".json") and path == find_group_file(path.parent):
         return GROUPS
     if start in (b"{", b"["):
         body = head.split(b'"traceEvents"', 1)[0]

@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType, NodeType
-from traceloom.formats.chakra.nodes import EXPECTED, NodeFrame, Workload
+from traceloom.formats.chakra.nodes import EXPECTED, NUMBERS, NodeFrame, Workload
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.workload.chakra.validation_rules import MAX_EXAMPLES, Findings, Severity
 
@@ -190,6 +190,9 @@ def check_file(
     return _check_dependencies(table, location, findings)
 
 
+_ANY_INTEGER = ("is_cpu_op", "comm_size")
+
+
 def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
     """Reports attributes whose type or value readers do not expect."""
     expected = pl.col("attribute").cast(pl.String).replace_strict(EXPECTED)
@@ -198,12 +201,20 @@ def _check_odd(table: NodeFrame, location: Place, findings: Findings) -> None:
         wrong.group_by("attribute", "kind"), key=lambda group: str(group[0])
     ):
         row_indices = rows["row"].to_numpy()
+        # A reader that looks at another member finds 0; ASTRA-sim takes any integer for two of them.
+        values = table.nodes[str(name)][row_indices]
+        is_zero = name in NUMBERS and values.cast(pl.Int64).eq_missing(0).all()
+        is_taken = (
+            findings.target == "astra-sim" and name in _ANY_INTEGER and not values.has_nulls()
+        )
+        severity: Severity | None = "warning" if is_zero or is_taken else None
         predicate = f"has {name} as {kind}, expected {EXPECTED[str(name)]}"
         findings.add(
             "attribute-type",
             location,
             describe_nodes(table, row_indices, predicate),
             get_ids(table, np.unique(row_indices)),
+            severity=severity,
         )
     twice = table.odd.filter("again").sort("row")
     if twice.height:

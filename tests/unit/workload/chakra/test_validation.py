@@ -660,3 +660,22 @@ class TestPublicFiles:
         assert "dependency-cycle" not in found  # data dependencies alone are in order
         assert "control-dependency-cycle" in found
         assert found.keys() < broken(path, "astra-sim").keys()
+
+
+@pytest.mark.parametrize(("value", "severity"), [(0, "warning"), (1, "error")])
+def test_an_attribute_of_another_type_is_a_warning_where_all_read_the_same(
+    tmp_path: Path, value: int, severity: str
+) -> None:
+    write_set(tmp_path, [node(1, is_cpu_op=("int32_val", value))], [ONE])
+    assert broken(tmp_path)["attribute-type"].severity == severity
+    assert broken(tmp_path, "astra-sim")["attribute-type"].severity == "warning"
+
+
+def test_a_group_file_of_another_name_is_found(tmp_path: Path) -> None:
+    home = write_set(tmp_path, *[[collective(1, pg_name="1")]] * 2, [ONE])
+    (home / "workload.json").write_text('{"1": [0, 1]}', encoding="utf-8")
+    (home / "network.json").write_text('{"topology": ["Ring"]}', encoding="utf-8")
+    assert set(broken(home, "astra-sim")) == set()
+    (home / "others.json").write_text('{"1": [0, 1]}', encoding="utf-8")
+    assert set(broken(home, "astra-sim")) == {"no-group-file"}  # which of the two?
+    assert validate(home, target="astra-sim", groups=home / "others.json").errors == 0
