@@ -137,7 +137,8 @@ def walk_back(
     run[(before == run - 1) & ~is_stop] = 0
     np.maximum.accumulate(run, out=run)
     first, earlier, stops = run.data, before.data, is_stop.data
-    lows, highs = [], []
+    lows: list[int] = []
+    highs: list[int] = []
     while len(lows) <= len(before):
         low = first[last]
         lows.append(low)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -384,7 +384,8 @@ class EtReader:
         with suppress(DecodeError):  # the first damaged node ends the look
             nodes.extend(map(Node.FromString, islice(block.messages(), _MAX_SCHEMA_MESSAGES)))
         for node in nodes:
-            if any(f.wire_type == 0 and f.field_number >= 8 for f in UnknownFieldSet(node)):
+            unknown: Any = UnknownFieldSet(node)
+            if any(field.wire_type == 0 and field.field_number >= 8 for field in unknown):
                 raise InputError(
                     "this is a Chakra file of the schema 0.0.1 (2023), whose fields meant other things: sizes would "
                     "be taken for times",

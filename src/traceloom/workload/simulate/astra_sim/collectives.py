@@ -426,6 +426,7 @@ class Clock:
 
 
 _TIMES_PER_CHECK = 1 << 12
+_MAX_SIZES = 64  # arrays of sizes whose times are kept
 _MIN_FREE_BYTES = 1 << 28
 
 
@@ -588,6 +589,110 @@ class Links:
     def idle(self) -> bool:
         """Returns whether no message is in flight."""
         return not self.in_flight and not self._waiting
+
+
+class LostOrderError(Exception):
+    """A link was asked for before it was asked for by what it has served already, or at once."""
+
+
+class OrderedLinks:
+    """The links of a one-dimensional machine for messages whose sequence on each link is known when
+    they are sent: arrivals follow at once, for many messages or one.
+
+    Args:
+        fabric: One dimension.
+    """
+
+    def __init__(self, fabric: AnalyticalNetwork) -> None:
+        self._fabric = fabric
+        self._rate, self._latency = fabric.bytes_per_ns(0), fabric.latencies[0]
+        ranks = fabric.sizes[0]
+        count = ranks * ranks if fabric.topologies[0] == "FullyConnected" else 2 * ranks
+        # Of each link: when it is free, when it was asked for last, and for a message of which rank;
+        # bytes, busy time, time that messages waited for it; a place for marks.
+        self._state = np.zeros((7, count), np.int64)
+        self._state[1:3] = -1
+        self._times: dict[int, tuple[Ints, Ints, Ints]] = {}
+
+    def occupied_ns(self, size: int) -> int:
+        """Returns how long a message occupies a link."""
+        return int(size / self._rate)
+
+    def save(self) -> Ints:
+        """Returns the state of all links, for `restore`."""
+        return self._state.copy()
+
+    def restore(self, state: Ints) -> None:
+        """Takes back everything since `save`."""
+        self._state = state
+
+    def send(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
+        """Returns when messages arrive.
+
+        Raises:
+            LostOrderError: The sequence on a link is not that of the times.
+        """
+        if id(size) not in self._times:
+            if len(self._times) > _MAX_SIZES:
+                self._times.clear()
+            occupied = size / self._rate
+            travels_ns = convert_to_ns(self._latency + occupied)
+            self._times[id(size)] = size, convert_to_ns(occupied), travels_ns
+        _, busy_ns, travel_ns = self._times[id(size)]
+        count = self._fabric.sizes[0]
+        if self._fabric.topologies[0] == "FullyConnected":
+            return self._serve(source * count + target, source, size, busy_ns, sent_ns) + travel_ns
+        if self._fabric.topologies[0] == "Switch":
+            there_ns = self._serve(source, source, size, busy_ns, sent_ns) + travel_ns
+            return self._serve(target + count, source, size, busy_ns, there_ns) + travel_ns
+        forward = (target - source) % count
+        step = np.where(2 * forward <= count, 1, -1)
+        hops, time_ns = np.minimum(forward, count - forward), sent_ns.copy()
+        for number in range(int(hops.max(initial=0))):
+            rows = np.flatnonzero(hops > number)
+            link = (source[rows] + number * step[rows]) % count + np.where(step[rows] > 0, 0, count)
+            started = self._serve(link, source[rows], size[rows], busy_ns[rows], time_ns[rows])
+            time_ns[rows] = started + travel_ns[rows]
+        return time_ns
+
+    def _serve(self, link: Ints, source: Ints, size: Ints, busy_ns: Ints, asked_ns: Ints) -> Ints:
+        """Returns when links begin to serve messages that ask for them."""
+        free, asked, asker, carried, busy, waited, mark = self._state
+        mark[link] = np.arange(len(link))
+        if (mark[link] != np.arange(len(link))).any():  # several messages for one link
+            order = np.lexsort((asked_ns, link))
+            started = np.empty_like(asked_ns)
+            for row in order.tolist():
+                one = slice(row, row + 1)
+                started[one] = self._serve(
+                    link[one], source[one], size[one], busy_ns[one], asked_ns[one]
+                )
+            return started
+        before = asked[link]
+        if ((asked_ns < before) | ((asked_ns == before) & (asker[link] != source))).any():
+            raise LostOrderError
+        started = np.maximum(asked_ns, free[link])
+        free[link], asked[link], asker[link] = started + busy_ns, asked_ns, source
+        carried[link] += size
+        busy[link] += busy_ns
+        waited[link] += started - asked_ns
+        return started
+
+    @property
+    def usage(self) -> dict[Link, list[int]]:
+        """The links that were used: bytes, busy time, time that messages waited for it."""
+        count = self._fabric.sizes[0]
+        ends: dict[str, Callable[[int, int], Link]] = {
+            "FullyConnected": lambda kind, place: (kind, place),
+            "Switch": lambda kind, place: (count, place) if kind else (place, count),
+            "Ring": lambda kind, place: (place, (place + (-1 if kind else 1)) % count),
+        }
+        link = ends[self._fabric.topologies[0]]
+        used = np.flatnonzero(self._state[1] >= 0)
+        return {
+            link(*divmod(number, count)): self._state[3:6, number].tolist()
+            for number in used.tolist()
+        }
 
 
 @dataclass(slots=True)

@@ -21,7 +21,8 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     CollectivePhase,
     Dimensions,
     Links,
-    convert_to_ns,
+    LostOrderError,
+    OrderedLinks,
     make_too_long_error,
 )
 from traceloom.workload.simulate.astra_sim.nodes import (
@@ -44,6 +45,8 @@ from traceloom.workload.simulate.astra_sim.streams import (
     RankQueues,
     Transmit,
     compute_phase_ends,
+    depends_on_all,
+    is_permuting,
     is_rotation,
     simulate_messages,
     simulate_synchronous,
@@ -158,29 +161,34 @@ class AstraEngine:
         whole: bool = True,
         recorded: bool = False,
     ) -> None:
-        self.clock = Clock()
-        self._fabric, self._dimensions = fabric, dimensions
+        self._nodes, self._aware, self._fabric, self._dimensions = ranks, aware, fabric, dimensions
         self._groups, self._algorithms = groups, algorithms or {}
         self._can_reduce, self._memory_rate = memory_rate > 0, memory_rate or math.inf
-        self._width = width
-        self.links = Links(fabric, self.clock) if aware else None
+        self._width, self._recorded = width, recorded
+        self._rotates = whole and width == 1 and not dimensions.windows
+        self._everybody = tuple(range(len(ranks)))
+        self._prepare(whole=self._rotates and len(fabric.sizes) == 1)
+
+    def _prepare(self, *, whole: bool) -> None:
+        """Sets everything to the beginning.
+
+        Args:
+            whole: Whether a collective is computed as a whole.
+        """
+        self.clock = Clock()
+        self._whole = whole
+        self._ordered = OrderedLinks(self._fabric) if self._aware and whole else None
+        queued = Links(self._fabric, self.clock) if self._aware and not whole else None
+        self._queued = queued
+        self.links = self._ordered or queued
         self._mailbox = Mailbox(self.clock, self._transmit)
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self._trees: Counter[tuple[str, int]] = Counter()
-        is_uncontended = len(fabric.sizes) == 1 and (
-            not aware or fabric.topologies[0] == "FullyConnected"
-        )
-        self._rotates = whole and width == 1 and not dimensions.windows
-        self._whole = self._rotates and is_uncontended
-        self._apart_in_time = not aware or self._whole  # ranks may run in any order at one time
-        self._recorded = recorded
-        self._link_free = (
-            np.zeros((len(ranks), len(ranks)), np.int64) if aware and self._whole else None
-        )
+        self._apart_in_time = not self._aware or whole  # ranks may run in any order at one time
         self._took: dict[Any, Ints] = {}
         self.ranks: list[RunningRank] = []
         never = array("q", [-1])
-        for nodes in ranks:
+        for nodes in self._nodes:
             rank = RunningRank(
                 nodes,
                 RankQueues(nodes.rank, self.clock, self._width),
@@ -195,7 +203,6 @@ class AstraEngine:
                 if not waits:
                     rank.ready[nodes.slot[node]].append(node)
             self.ranks.append(rank)
-        self._everybody = tuple(range(len(ranks)))
 
     def run(self) -> None:
         """Runs to the end, or until no rank can proceed.
@@ -204,11 +211,18 @@ class AstraEngine:
             UsageError: slug `times-too-long`.
         """
         try:
-            for rank in self.ranks:
-                self._issue(rank)
-            self.clock.run()
+            try:
+                self._run()
+            except LostOrderError:
+                self._prepare(whole=False)
+                self._run()
         except OverflowError as error:  # of an infinite time
             raise make_too_long_error() from error
+
+    def _run(self) -> None:
+        for rank in self.ranks:
+            self._issue(rank)
+        self.clock.run()
 
     def _issue(self, rank: RunningRank) -> None:
         """Starts ready nodes whose slot is free, in the order of ids."""
@@ -315,17 +329,15 @@ class AstraEngine:
     def _transmit(
         self, source: int, target: int, size: int, arrive: Callable[[Any], None], payload: Any
     ) -> None:
-        if self.links is None:
+        if self._ordered is not None:
+            ends = (np.array([k]) for k in (source, target, size, self.clock.now))
+            self.clock.at(int(self._ordered.send(*ends)[0]), arrive, payload)
+        elif self._queued is not None:
+            self._queued.send(source, target, size, arrive, payload)
+        else:
             self.clock.at(
                 self.clock.now + self._fabric.delay(source, target, size), arrive, payload
             )
-        elif self._link_free is None:
-            self.links.send(source, target, size, arrive, payload)
-        else:
-            (arrival_ns,) = self._own_links(
-                *(np.array([k]) for k in (source, target, size, self.clock.now))
-            ).tolist()
-            self.clock.at(arrival_ns, arrive, payload)
 
     # Collectives
 
@@ -396,7 +408,7 @@ class AstraEngine:
                 mailbox=self._mailbox,
                 done=lambda: self._done(rank, meeting, position),
             )
-        elif self._whole:
+        elif self._whole and self._is_whole(meeting):
             if meeting.came == len(group):
                 self._meet(meeting)
         elif self._may_rotate(meeting):
@@ -404,6 +416,19 @@ class AstraEngine:
                 self.clock.at(self.clock.now, self._rotate, meeting)
         else:
             self._begin_chunks(rank, meeting, position)
+
+    def _is_whole(self, meeting: Meeting) -> bool:
+        """Returns whether a collective can be computed once all its ranks have come.
+
+        Raises:
+            LostOrderError: Several of its messages may ask for a link at once.
+        """
+        schedule = meeting.chunks[0][0].schedule
+        alone = self._ordered is None or self._fabric.topologies[0] == "FullyConnected"
+        whole = depends_on_all(schedule)
+        if self._ordered is not None and not (whole and (alone or is_permuting(schedule))):
+            raise LostOrderError
+        return whole
 
     def group_of(self, message: Message) -> tuple[str, tuple[int, ...]]:
         """Returns the name of a collective's group, empty for all ranks, and its ranks, whose order
@@ -467,7 +492,7 @@ class AstraEngine:
         worthwhile.
         """
         if (
-            self.links is None
+            self._queued is None
             or meeting.apart
             or len(meeting.group) < len(self.ranks)
             or not self._rotates
@@ -481,10 +506,10 @@ class AstraEngine:
         in flight.
         """
         now = self.clock.now
-        assert self.links is not None
-        if set(meeting.begin_ns) == {now} and self.links.idle:
+        assert self._queued is not None
+        if set(meeting.begin_ns) == {now} and self._queued.idle:
             took, usage = simulate_synchronous(self._fabric, meeting.chunks, self._memory_rate)
-            self.links.add(usage)
+            self._queued.add(usage)
             self._end_at(meeting, np.full(len(meeting.group), now + took))
         else:
             meeting.apart = True
@@ -497,8 +522,8 @@ class AstraEngine:
         begin_ns = np.array(meeting.begin_ns)
         first = int(begin_ns.min())
         phases = [phase for (phase,) in meeting.chunks]
-        if self._link_free is not None:
-            end = self._chunk_after_chunk(phases, meeting.group, begin_ns, self._own_links)
+        if self._ordered is not None:
+            end = self._chunk_after_chunk(phases, meeting.group, begin_ns, self._ordered.send)
         else:
             key = (
                 meeting.group,
@@ -528,14 +553,14 @@ class AstraEngine:
     ) -> Ints:
         """Returns the ends of the ranks of a collective that started at different times."""
         is_direct = any(phase.window for phase in phases)
-        free = self._link_free.copy() if is_direct and self._link_free is not None else None
+        saved = self._ordered.save() if is_direct and self._ordered is not None else None
         end, members = begin_ns, np.array(group)
         try:
             for phase in phases:
                 end = compute_phase_ends(phase, members, end, self._memory_rate, transmit)
         except NoRecurrenceError:
-            if free is not None:
-                self._link_free = free
+            if self._ordered is not None and saved is not None:
+                self._ordered.restore(saved)
             end = simulate_messages(phases, group, begin_ns, self._memory_rate, transmit)
         return end
 
@@ -544,14 +569,6 @@ class AstraEngine:
         now = self.clock.now
         for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
             self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
-
-    def _own_links(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
-        """Returns arrivals over dedicated links, each of which serves its messages in sequence."""
-        assert self._link_free is not None
-        start_ns = np.maximum(sent_ns, self._link_free[source, target])
-        occupied = size / self._fabric.bytes_per_ns(0)
-        self._link_free[source, target] = start_ns + convert_to_ns(occupied)
-        return start_ns + convert_to_ns(self._fabric.latencies[0] + occupied)
 
 
 _MAX_SENTENCES = 6

@@ -388,19 +388,12 @@ def compute_phase_ends(
     ready = begin_ns + np.where(_find_first_senders(schedule), delay, 0)
     if phase.window:
         return _compute_all_to_all_ends(phase, members, ready, memory_rate, transmit)
-    for part in schedule.rounds:
+    for part, permutes, reduction_ns in _list_rounds(schedule, memory_rate):
         arrival_ns = transmit(
             members[part.source], members[part.target], part.bytes, ready[part.source]
         )
-        have = (
-            np.maximum(arrival_ns, ready[part.target])
-            + delay
-            + _compute_reduction_ns(part, memory_rate)
-        )
-        if (
-            len(part.target) == schedule.ranks
-            and (np.bincount(part.target, minlength=schedule.ranks) == 1).all()
-        ):
+        have = np.maximum(arrival_ns, ready[part.target]) + (delay + reduction_ns)
+        if permutes:
             after = np.empty_like(ready)
             after[part.target] = have
         else:
@@ -408,6 +401,41 @@ def compute_phase_ends(
             np.maximum.at(after, part.target, have)
         ready = after
     return ready
+
+
+@lru_cache(maxsize=64)
+def _list_rounds(schedule: Schedule, memory_rate: float) -> list[tuple[Round, bool, Ints]]:
+    """Returns each round, whether every rank receives one message in it, and the time of its
+    reductions.
+    """
+    listed: dict[int, tuple[Round, bool, Ints]] = {}
+    for part in schedule.rounds:
+        if id(part) not in listed:
+            counts = np.bincount(part.target, minlength=schedule.ranks)
+            listed[id(part)] = (
+                part,
+                bool((counts == 1).all()),
+                _compute_reduction_ns(part, memory_rate),
+            )
+    return [listed[id(part)] for part in schedule.rounds]
+
+
+@lru_cache(maxsize=64)
+def is_permuting(schedule: Schedule) -> bool:
+    """Returns whether no rank sends or receives two messages in one round."""
+    return all(
+        len(np.unique(ends)) == len(ends)
+        for part in {id(part): part for part in schedule.rounds}.values()
+        for ends in (part.source, part.target)
+    )
+
+
+def depends_on_all(schedule: Schedule) -> bool:
+    """Returns whether the end of each rank depends on the starts of all: not so after halving and
+    doubling among other than 2^n ranks.
+    """
+    steps = schedule.ranks.bit_length() - 1
+    return not schedule.ranks & (schedule.ranks - 1) or schedule.messages != schedule.ranks * steps
 
 
 @lru_cache(maxsize=64)
