@@ -527,6 +527,8 @@ class Links:
         self._clock, self._fabric = clock, fabric
         self._rate, self._latency = fabric.bytes_per_ns(0), fabric.latencies[0]
         self._waiting: dict[Link, deque[_Travel]] = {}
+        self._routes: dict[Link, Sequence[Link]] = {}
+        self._times: dict[int, tuple[int, int]] = {}  # of each size: on a link, and to its end
         self.in_flight = 0
         self.usage: dict[Link, list[int]] = {}  # bytes, busy time, time that messages waited for it
 
@@ -537,7 +539,10 @@ class Links:
     def send(self, source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
         """Sends a message now; `arrive(payload)` is called on arrival."""
         self.in_flight += 1
-        self._take(_Travel(size, self.route(source, target), 0, arrive, payload, self._clock.now))
+        links = self._routes.get((source, target))
+        if links is None:
+            links = self._routes[source, target] = self.route(source, target)
+        self._take(_Travel(size, links, 0, arrive, payload, self._clock.now))
 
     def occupied_ns(self, size: int) -> int:
         """Returns how long a message occupies a link."""
@@ -555,12 +560,17 @@ class Links:
 
     def _serve(self, link: Link, travel: _Travel) -> None:
         now = self._clock.now
-        occupied = travel.size / self._rate
-        self._clock.at(now + int(self._latency + occupied), self._there, travel)
-        self._clock.at(now + int(occupied), self._free, link)
-        used = self.usage.setdefault(link, [0, 0, 0])
+        times = self._times.get(travel.size)
+        if times is None:
+            occupied = travel.size / self._rate
+            times = self._times[travel.size] = int(occupied), int(self._latency + occupied)
+        self._clock.at(now + times[1], self._there, travel)
+        self._clock.at(now + times[0], self._free, link)
+        used = self.usage.get(link)
+        if used is None:
+            used = self.usage[link] = [0, 0, 0]
         used[0] += travel.size
-        used[1] += int(occupied)
+        used[1] += times[0]
         used[2] += now - travel.since
 
     def _there(self, travel: _Travel) -> None:
