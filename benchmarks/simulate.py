@@ -5,8 +5,8 @@
     NAME]
 
 Both read the same files: `traceloom simulate DIR --mode astra-sim ... --json`, and the user's own
-build of the analytical back end (without it, ours alone). Then the time per node from 10,000 to
-1,000,000 nodes.
+build of the analytical back end (without it, ours alone); 64 ranks of 2,000 nodes in each mode. Then
+the time per node from 10,000 to 1,000,000 nodes.
 """
 
 from __future__ import annotations
@@ -120,6 +120,34 @@ WORKLOADS: dict[str, tuple[Callable[[], list[SimulatorNodes]], str, str, int, st
         "unaware",
     ),
     "2 x 8,000 independent nodes": (lambda: independent(2, 8000), "Ring", "ring", 1, "unaware"),
+    "64 ranks x 2,000 nodes, 200 all_reduces, unaware": (
+        lambda: chain(64, 2000, 200),
+        "Switch",
+        "ring",
+        4,
+        "unaware",
+    ),
+    "64 ranks x 2,000 nodes, 200 all_reduces, aware": (
+        lambda: chain(64, 2000, 200),
+        "Switch",
+        "ring",
+        4,
+        "aware",
+    ),
+    "64 ranks x 2,000 nodes, 20 direct, aware": (
+        lambda: chain(64, 2000, 20),
+        "Switch",
+        "direct",
+        4,
+        "aware",
+    ),
+    "64 ranks x 2,000 nodes, 200 all_reduces, native": (
+        lambda: chain(64, 2000, 200),
+        "Switch",
+        "ring",
+        4,
+        "native",
+    ),
     "64 MiB direct all_reduce, congested Ring of 256": (
         lambda: chain(256, 1, 1, 64 * _MIB),
         "Ring",
@@ -130,24 +158,22 @@ WORKLOADS: dict[str, tuple[Callable[[], list[SimulatorNodes]], str, str, int, st
 }
 
 
-def ours(folder: Path, congestion: str) -> list[str]:
-    """Our command."""
+def ours(folder: Path, mode: str) -> list[str]:
+    """Our command: a back end of ASTRA-sim, or `native`."""
+    own = ["--mode", "astra-sim", "--congestion", mode] if mode != "native" else []
     return [
         sys.executable,
         "-m",
         "traceloom",
         "simulate",
         str(folder / "et"),
-        "--mode",
-        "astra-sim",
         "--json",
         "-q",
         "--network",
         str(folder / "network.yml"),
         "--system",
         str(folder / "system.json"),
-        "--congestion",
-        congestion,
+        *own,
     ]
 
 
@@ -171,7 +197,7 @@ def compare(name: str, binaries: dict[str, str | None], runs: int) -> None:
         "".join(c if c.isalnum() else "-" for c in name), make(), topology, algorithm, splits
     )
     commands = {"ours": ours(folder, congestion)}
-    if binaries[congestion]:
+    if binaries.get(congestion):
         commands["ASTRA-sim"] = theirs(str(binaries[congestion]), folder)
     turns: dict[str, list[Run]] = {who: [] for who in commands}
     for _ in range(runs):
