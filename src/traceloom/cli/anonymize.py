@@ -181,9 +181,7 @@ def _render_outcome(outcome: Anonymized) -> Iterator[str]:
             key=("equal", "rounded", "given up", "changed").index,
         )
         off = max(part["largest_difference"] for part in several)
-        detail = (
-            "" if worst == "equal" else f", {equal:,} of them equal, sums off by at most {off:.1%}"
-        )
+        detail = "" if worst == "equal" else f", {equal:,} of them equal, off by at most {off:.1%}"
         yield f"  {worst:<8} {name}: {figures:,} figure{'' if figures == 1 else 's'}{detail}"
     fresh = sorted({slug for entry in entries for slug in entry.get("new_notices", [])})
     if fresh:

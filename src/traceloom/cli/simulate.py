@@ -58,6 +58,7 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
         )
     scale.add_argument(
         "--role",
+        type=_parse_role,
         action="append",
         default=[],
         metavar="GROUP=ROLE",
@@ -73,6 +74,13 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
     scale.add_argument(
         "--seed", type=types.parse_whole_number, default=0, metavar="N", help="of chance (0)"
     )
+
+
+def _parse_role(text: str) -> tuple[str, str]:
+    group, _, role = text.partition("=")
+    if not group or not role:
+        raise argparse.ArgumentTypeError(f"`{text}` names no role: write GROUP=ROLE, as 9=data")
+    return group, role
 
 
 def wants_other_scale(args: argparse.Namespace) -> bool:
@@ -113,13 +121,7 @@ def build_recorded_job(
     cases = build_device_cases(source, machine, args.device, args.host_factor, args.recorded_device)
     graph = cases.graphs[0]
     roles = find_roles(source.session) if source.session else {}
-    for text in args.role:
-        group, equals, role = text.partition("=")
-        if not equals:
-            raise UsageError(
-                f"`{text}` names no role", slug="wrong-usage", hint="write --role GROUP=data"
-            )
-        roles[group] = role
+    roles.update(args.role)
     return RecordedJob(
         graph,
         roles,
@@ -227,7 +229,7 @@ def run_sweep(args: argparse.Namespace) -> int:
 
     axes = [parse_axis(text) for text in args.sweep]
     points = list(list_points(axes))
-    roles = dict(text.split("=", 1) for text in args.role if "=" in text)
+    roles = dict(args.role)
     question = SweepQuestion(
         tuple(args.inputs),
         args.machine,
@@ -555,9 +557,10 @@ def _check(args: argparse.Namespace) -> None:
             "--recorded-device": args.recorded_device,
             "--ranks": args.ranks,
             "--data-parallel": args.data_parallel,
+            "--role": args.role,
             "--sweep": args.sweep,
         }
-        not_its = [option for option, value in options_of_others.items() if value] + [
+        not_its = [option for option, value in options_of_others.items() if value or value == 0] + [
             "--host-factor"
         ] * (args.host_factor != 1)
         if not args.network or not args.system:
@@ -572,6 +575,8 @@ def _check(args: argparse.Namespace) -> None:
                 "--mode astra-sim takes one directory of .et files",
                 "name that of all ranks",
             )
+    elif args.role and not args.sweep and args.ranks is None and args.data_parallel is None:
+        wrong, hint = "--role is of another scale", "add --ranks or --data-parallel"
     elif args.collectives or args.congestion == "aware":
         wrong = f"{'--collective' if args.collectives else '--congestion'} is of the mode astra-sim"
         hint = "add --mode astra-sim"

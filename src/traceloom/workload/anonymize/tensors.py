@@ -5,6 +5,7 @@ policy, and most values are dropped.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -91,9 +92,30 @@ class Tensors:
                 self._account.kept_arguments[_VALUE_TYPES[type(rewritten)]] += 1
             return "" if rewritten is None and isinstance(value, str) else rewritten
 
-        return [
+        rewritten = [
             made(*argument_fields)
             for argument_fields in zip(values, kinds, operator.arguments, strict=False)
+        ]
+        if (operator.namespace, operator.name) == ("aten", "arange"):
+            names = [argument.name for argument in operator.arguments]
+            return self._count_anew(names, values, rewritten)
+        return rewritten
+
+    def _count_anew(self, names: list[str], values: list[Any], rewritten: list[Any]) -> list[Any]:
+        """Returns arguments of an `arange` that make as many elements as its rounded output has."""
+        given = {
+            name: value
+            for name, value in zip(names, values, strict=False)
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        start, step = given.get("start", 0), given.get("step", 1)
+        if "end" not in given or not step or not math.isfinite((given["end"] - start) / step):
+            return rewritten
+        count = max(math.ceil((given["end"] - start) / step), 0)
+        anew = {"start": 0, "end": self._shapes.rounded(count), "step": 1}
+        return [
+            type(given[name])(anew[name]) if name in given and name in anew else value
+            for name, value in zip(names, rewritten, strict=False)
         ]
 
     @staticmethod

@@ -86,7 +86,7 @@ class ComparedPart:
         figures: Number of figures before.
         equal: Number of figures that are the same after.
         sizes: Whether it is about bytes, which are rounded when shapes are.
-        off: Largest relative difference of a sum.
+        off: Largest relative difference of a figure if it is about bytes, else of a sum.
         counted: Whether figures other than sizes differ.
         differences: The first figures that differ, as texts.
     """
@@ -291,6 +291,9 @@ def compare(before: Measure, after: Measure) -> Iterator[ComparedPart]:
             if old[column].dtype.is_numeric():
                 first, second = int(old[column].sum() or 0), int(new[column].sum() or 0)
                 off = max(off, abs(second - first) / abs(first) if first else float(second != 0))
+                if sizes and old.height == new.height:
+                    pairs = zip(old[column].fill_null(0), new[column].fill_null(0), strict=True)
+                    off = max(off, *(abs(b - a) / abs(a) if a else float(b != 0) for a, b in pairs))
                 differences.append(f"sum of {column}: {first} before, {second} after")
         yield ComparedPart(name, figures, equal, sizes, off, counted, tuple(differences[:6]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from typing import Any
 
@@ -183,3 +184,19 @@ def test_shapes_and_strides_go_together(policy: dict[str, str], shapes: Any, str
         assert rewriter.shapes(odd) == []
         assert rewriter.strides(odd, recorded) == []
     assert rewriter.shapes([["acme"], [1.5]]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "step"),
+    [(0, 100, 1), (10, 100, 1), (0, 100, 3), (100, 10, -2), (0.0, 1.0, 0.1), (5, 5, 1)],
+)
+def test_an_arange_makes_as_many_elements_as_its_rounded_output(
+    start: float, end: float, step: float
+) -> None:
+    rewriter, _ = tensors(shapes="bucket")
+    kind = "Int" if isinstance(end, int) else "Double"
+    schema = "aten::arange.start_step(Scalar start, Scalar end, Scalar step=1) -> Tensor"
+    made = rewriter.arguments([start, end, step], f'["{kind}", "{kind}", "{kind}"]', schema)
+    count = round_to_power_of_two(max(math.ceil((end - start) / step), 0))
+    assert made == [0, count, 1]
+    assert [type(value) for value in made] == [type(end)] * 3
