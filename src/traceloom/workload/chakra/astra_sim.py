@@ -366,10 +366,10 @@ def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFram
 
 
 _WHY = {
-    ALONE: "met no other recorded rank",
-    UNKNOWN_KIND: "are of a kind that is not known",
-    UNKNOWN_SIZE: "have no known size",
-    UNKNOWN_PEER: "have an other end that is not known or was not recorded",
+    ALONE: "that met no other recorded rank",
+    UNKNOWN_KIND: "of a kind that is not known",
+    UNKNOWN_SIZE: "without a known size",
+    UNKNOWN_PEER: "whose other end is not known or was not recorded",
 }
 
 
@@ -412,21 +412,21 @@ def list_notices(
         gpu_only: Whether host work was dropped.
     """
     if count := changes.by_order:
-        message = f"{count} collectives are joined over ranks by their order in their group: the files say no more"
+        message = f"{text.format_quantity(count, 'collective')} joined over ranks by the order in the group: the files say no more"
         yield Notice("target-joined-by-order", "info", message, count)
     frame = changes.frame
     for reason, description in _WHY.items():
         count = frame.filter(pl.col("why") == reason).height
         if count:
-            message = f"{count} communications {description}: their rank replays each alone, at its recorded duration"
+            message = f"{text.format_quantity(count, 'communication')} {description}: replayed alone by the rank, at the recorded duration"
             yield Notice("target-lone-communication", "warning", message, count)
     mapped = frame.filter(pl.col("why").is_null() & pl.col("comm_type").is_not_null())
     replayed = mapped.filter(pl.col("kind_of").is_in(REPLAYED))
     if replayed.height:
         kinds = ", ".join(sorted(replayed["kind_of"].unique()))
         message = (
-            f"{replayed.height} collectives ({kinds}) are broadcasts, which ASTRA-sim replays at their recorded "
-            "duration, whatever the network"
+            f"{text.format_quantity(replayed.height, 'collective')} ({kinds}) written as broadcasts, which ASTRA-sim replays at "
+            "their recorded duration, whatever the network"
         )
         yield Notice("target-replayed-communication", "warning", message, replayed.height)
     barriers = mapped.filter(pl.col("kind_of") == "barrier").height
@@ -434,18 +434,16 @@ def list_notices(
         yield Notice(
             "target-barriers",
             "info",
-            f"{barriers} barriers are all-reduces of 8 bytes per rank",
+            f"{text.format_quantity(barriers, 'barrier')} written as all-reduces of 8 bytes per rank",
             barriers,
         )
     uneven = mapped.filter("uneven").height
     if uneven:
-        message = (
-            f"{uneven} collectives have other sizes on other ranks; ASTRA-sim gets the largest"
-        )
+        message = f"{text.format_quantity(uneven, 'collective')} of other sizes on other ranks; ASTRA-sim gets the largest"
         yield Notice("target-uneven-sizes", "warning", message, uneven)
     omitted = mapped.filter("omitted").height
     if omitted:
-        message = f"{omitted} collectives had members that were not recorded; they take place without them"
+        message = f"{text.format_quantity(omitted, 'collective')} with members that were not recorded: written without them"
         yield Notice("target-missing-members", "warning", message, omitted)
     copies = frame.filter(pl.col("kind").is_in(["copy", "fill"]))
     if copies.height:

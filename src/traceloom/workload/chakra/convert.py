@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -35,6 +36,7 @@ from traceloom.graph.graph import Graph
 from traceloom.system import files
 from traceloom.system.gzip_stream import GzipStream, open_file, write_gzip
 from traceloom.trace.notice import Notice
+from traceloom.workload.chakra.check_files import Arcs, sort_topologically
 from traceloom.workload.chakra.graph_layout import (
     CARRIED_NODES,
     COMMUNICATION_TYPES,
@@ -148,8 +150,7 @@ def separate_side(file: DependencyShape, side: Side, location: str) -> Separated
         notices.append(Notice("chakra-dangling", "warning", message, file.dangling, where=location))
     control_waits = file.control
     try:
-        for _ in _iterate_in_order(file.control, location):
-            pass
+        _iterate_in_order(file.control, location)
     except InputError:
         dropped = sum(map(len, file.control))
         message = f"the {dropped:,} control dependencies lead in a circle, and are left out"
@@ -251,30 +252,19 @@ class _Chains:
         return [row for _, row in best.values()]
 
 
-def _iterate_in_order(waits: Sequence[list[int]], location: str) -> Iterator[int]:
-    """Yields all rows in topological order."""
-    followers: list[list[int]] = [[] for _ in waits]
-    missing = [len(needed) for needed in waits]
-    for row, needed in enumerate(waits):
-        for other in needed:
-            followers[other].append(row)
-    ready = [row for row, number in enumerate(missing) if not number]
-    done = 0
-    while ready:
-        row = ready.pop()
-        done += 1
-        yield row
-        for other in followers[row]:
-            missing[other] -= 1
-            if not missing[other]:
-                ready.append(other)
-    if done < len(missing):
+def _iterate_in_order(waits: Sequence[list[int]], location: str) -> list[int]:
+    """Returns all rows in topological order."""
+    target = np.repeat(np.arange(len(waits)), list(map(len, waits)))
+    source = np.fromiter(chain.from_iterable(waits), np.int64, len(target))
+    settled = sort_topologically(len(waits), Arcs(source, target), np.arange(len(waits)))
+    if count := int(settled.stuck.sum()):
         raise InputError(
-            f"{len(missing) - done:,} nodes wait for each other in a circle, or for such nodes",
+            f"{count:,} nodes wait for each other in a circle, or for such nodes",
             slug="chakra-circle",
             where=location,
             hint=f"traceloom validate {location} says which",
         )
+    return settled.order.tolist()
 
 
 def select_remaining(

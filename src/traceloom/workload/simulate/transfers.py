@@ -578,7 +578,12 @@ def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
         .sort("count", "flag", descending=[True, False])
     )
     return tuple(
-        Notice("transfer-flag", "warning", f"{count:,} communications: {flag}", count)
+        Notice(
+            "transfer-flag",
+            "warning",
+            f"{units.format_quantity(count, 'communication')}: {flag}",
+            count,
+        )
         for flag, count in counts.iter_rows()
     )
 
