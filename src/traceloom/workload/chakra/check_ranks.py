@@ -11,6 +11,7 @@ import polars as pl
 
 from traceloom.formats.chakra.et_pb2 import CollectiveCommType
 from traceloom.formats.chakra.nodes import NodeFrame, Workload
+from traceloom.system import units
 from traceloom.trace.array_types import Ints
 from traceloom.workload.chakra.check_files import (
     ALL,
@@ -170,7 +171,7 @@ def _check_numbers(
         other = differ.filter(turn=first["turn"]).filter(pl.col("before") != first["before"])
         part, (file, before) = parts[first["file"]], other.select("file", "before").row(0)
         message = (
-            f"{describe_node(part.table, first['row'])} comes after {first['before']} collectives on rank {part.rank}, its "
+            f"{describe_node(part.table, first['row'])} comes after {units.format_quantity(first['before'], 'collective')} on rank {part.rank}, its "
             f"counterpart after {before} on rank {parts[file].rank}: both wait for ever"
         )
         findings.add(
@@ -240,7 +241,7 @@ def _compare(
             (first, first_part) if len(first.rows) > common else (other, other_part)
         )
         message = (
-            f"rank {first_part.rank} issues {len(first.rows)} collectives in {_describe_group(name)}, "
+            f"rank {first_part.rank} issues {units.format_quantity(len(first.rows), 'collective')} in {_describe_group(name)}, "
             f"rank {other_part.rank} {len(other.rows)}: the first one too many is "
             f"{describe_node(longer_part.table, int(longer.rows[common]))}"
         )

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from support import astra_sim
 from support.workload import collective, node, receive, send, write_set
 from traceloom.errors import UsageError
+from traceloom.workload.chakra.astra_sim import to_astra_sim
+from traceloom.workload.chakra.convert import ConversionInput
 from traceloom.workload.chakra.validate import validate
 from traceloom.workload.simulate.astra_sim.run import simulate
 
@@ -315,3 +318,38 @@ def test_an_end_on_a_message_after_work_of_the_cpu_is_marked(tmp_path: Path) -> 
         assert ("astra-sim-no-end" in {notice.slug for notice in notices}) is marked
         problems = validate(home, target="astra-sim").problems
         assert ("host-node-last" in {problem.rule for problem in problems}) is marked
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", range(300))
+def test_a_chain_of_work_and_rings_takes_the_sum_of_its_closed_forms(
+    tmp_path: Path, seed: int
+) -> None:
+    """In the files as they are, in what a conversion makes of them, and on queued links that nobody shares."""
+    chance = Random(seed)
+    ranks, splits, delay = chance.randint(3, 8), chance.randint(1, 4), chance.choice([1, 10, 25])
+    topology = chance.choice(["Ring", "FullyConnected", "Switch"])
+    first, expected = chance.randint(0, 40), 0
+    nodes = []
+    for number in range(first + 1, first + chance.randint(2, 12)):
+        deps = [number - 1] if nodes else []
+        if chance.random() < 0.5:
+            us = chance.choice([0, 1, 50])
+            nodes.append(node(number, us=us, deps=deps, num_ops=chance.randint(1, 9)))
+            expected += us * 1000 or 1
+            continue
+        kind, chunk = chance.choice(KINDS), ranks * chance.randint(1000, 90_000)
+        each = [message(topology, ranks, 1, size, 30, 400) for size in (chunk // ranks, chunk)] + [
+            reduction(chunk // ranks)
+        ]
+        nodes.append(collective(number, kind.upper(), splits * chunk, deps))
+        expected += splits * ring(kind, chunk, ranks, delay, each)
+    home = write_set(tmp_path / "set", *[nodes] * ranks)
+    with ConversionInput(home) as source:
+        to_astra_sim(source.graph()).write(tmp_path / "converted")
+    network = astra_sim.network(topology, str(ranks), "30", "400")
+    system = astra_sim.system(splits=splits, endpoint_delay=delay)
+    for folder in (home, tmp_path / "converted"):
+        for aware in {False, topology != "Switch"}:  # there each hop takes the whole message
+            answer = simulate(astra_sim.workload(folder), network, system, congestion_aware=aware)
+            assert set(answer.ranks["end_ns"]) == {expected}
