@@ -264,7 +264,8 @@ def _iterate_in_order(waits: Sequence[list[int]], location: str) -> list[int]:
             where=location,
             hint=f"traceloom validate {location} says which",
         )
-    return settled.order.tolist()
+    order: list[int] = settled.order.tolist()
+    return order
 
 
 def select_remaining(

@@ -157,7 +157,7 @@ def test_a_message_without_another_side_names_who_does_not_take_it(tmp_path: Pat
         ),
         (
             (1, 3),
-            "rank 0 issues 1 collectives in the group of all ranks, rank 1 3: the first one too many is node 2 `n2`",
+            "rank 0 issues 1 collective in the group of all ranks, rank 1 3: the first one too many is node 2 `n2`",
         ),
         ((2, 0), "rank 0 issues 2 in the group of all ranks, rank 1 none"),
         ((0, 1, 0), "rank 1 issues 1 in the group of all ranks, ranks 0, 2 none"),
