@@ -79,7 +79,7 @@ def add_scaling_options(parser: argparse.ArgumentParser) -> None:
 def _parse_role(text: str) -> tuple[str, str]:
     group, _, role = text.partition("=")
     if not group or not role:
-        raise argparse.ArgumentTypeError(f"`{text}` names no role: write GROUP=ROLE, as 9=data")
+        raise argparse.ArgumentTypeError(f"`{text}` names no role: write --role GROUP=data")
     return group, role
 
 
