@@ -116,7 +116,7 @@ def build_recorded_job(
         raise UsageError(
             "only recorded runs can be scaled: nothing here was measured, so nothing tells how works vary",
             slug="cannot-scale",
-            hint="name the recorded run",
+            hint="name the recorded run; files of a generator, as STAGE or traceloom generate, are made with more ranks there",
         )
     cases = build_device_cases(source, machine, args.device, args.host_factor, args.recorded_device)
     graph = cases.graphs[0]

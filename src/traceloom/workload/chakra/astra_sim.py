@@ -45,7 +45,7 @@ from traceloom.workload.chakra.astra_sim_order import (
     find_last_before,
     is_for_simulators,
 )
-from traceloom.workload.chakra.check_files import Arcs, is_number, sort_topologically
+from traceloom.workload.chakra.check_files import ALL, Arcs, is_number, sort_topologically
 from traceloom.workload.chakra.graph_read import list_groups
 
 _KNOWN = {
@@ -244,7 +244,8 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     size = pl.coalesce(
         pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes"
     )
-    begun = pl.max_horizontal("start_ns", pl.min_horizontal(pl.col("met"), "end_ns"))
+    met_in_time = pl.when(pl.col("met").is_not_null()).then(pl.min_horizontal("met", "end_ns"))
+    begun = pl.max_horizontal("start_ns", met_in_time)
     return (
         rows.with_columns(pl.col("peer").cast(pl.Int64))
         .join(
@@ -299,7 +300,7 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
         return rows, 0
     ordered = (
         collective.sort("turn")
-        .with_columns(pl.col("group").fill_null("").alias("name"))
+        .with_columns(pl.col("group").fill_null("").replace(ALL[1], ALL[0]).alias("name"))
         .with_columns(pl.int_range(pl.len()).over("name", "rank").alias("turn"))
         .with_columns(
             pl.len().over("name", "turn").alias("came"),

@@ -147,9 +147,7 @@ def build_units(graph: Graph) -> Units:
     source, target = unit[source], unit[target]
     other = source != target
     follows = edges["kind"].is_in(["thread", "stream"]) | (
-        (edges["kind"] == "call")
-        & edges["from_end"]
-        & pl.Series(at_host[edges["target"].to_numpy()])
+        (edges["kind"] == "call") & edges["from_end"] & (not is_for_simulators(graph))
     )
     queues = np.unique(lane[edges["target"].to_numpy()][follows.to_numpy()])
     return Units(frame, source[other], target[other], from_end[other], to_end[other], queues)
