@@ -63,6 +63,7 @@ _KNOWN = {
     "barrier": CollectiveCommType.ALL_REDUCE,
 }
 REPLAYED = ("broadcast", "reduce", "gather", "scatter")
+_REPLACED = ("reduce", "gather", "scatter", "barrier")
 _BARRIER_BYTES_PER_RANK = 8
 _MAX_TAG = 2**31 - 1
 
@@ -95,13 +96,17 @@ class WrittenCommunication:
     groups: dict[str, list[int]]
 
 
-def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunication:
+def map_communication(
+    graph: Graph, numbers: dict[int, int], *, as_written: bool = False
+) -> WrittenCommunication:
     """Maps the communication of a graph to what ASTRA-sim supports.
 
     Args:
         graph: The joined graph.
         numbers: Rank in the graph -> number of its file.
+        as_written: Leave what ASTRA-sim supports as other writers' files have it.
     """
+    named = _find_named_groups(graph, numbers)
     rows, joined_count = _join_by_order(
         _add_times(graph, numbers).with_columns(turn=_find_turns(graph))
     )
@@ -125,8 +130,20 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
     )
     pair = pl.col("node_kind").is_in([graph_schema.SEND, graph_schema.RECEIVE])
     barrier = pl.col("kind") == "barrier"
+    stays = (
+        ~pair
+        & as_written
+        & (pl.col("size") > 0)
+        & pl.col("kind").is_in([kind for kind in _KNOWN if kind not in _REPLACED])
+        & pl.col("group").fill_null("").is_in([*ALL, *named])
+    ).fill_null(value=False)
+    rows = rows.with_columns(
+        pl.when(stays).then("size").otherwise("comm_size").alias("comm_size"), stays.alias("stays")
+    )
     lone_reason = (
-        pl.when(pair & pl.col("peer_number").is_null())
+        pl.when("stays")
+        .then(None)
+        .when(pair & pl.col("peer_number").is_null())
         .then(pl.lit(UNKNOWN_PEER))
         .when(pair & (pl.col("comm_size").fill_null(0) <= 0))
         .then(pl.lit(UNKNOWN_SIZE))
@@ -146,15 +163,16 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         .alias("comm_size")
     )
     is_mapped = pl.col("why").is_null()
-    named = _find_named_groups(graph, numbers)
     is_named = is_mapped & ~pair & pl.col("group").is_in(list(named))
     rows = rows.with_columns(
-        pl.when(is_mapped)
+        pl.when("stays")
+        .then(None)
+        .when(is_mapped)
         .then("members")
         .otherwise(pl.col("number").cast(pl.String))
         .alias("members"),
         pl.when(is_mapped).then("parts").otherwise(1).alias("parts"),
-        pl.when(is_named & (pl.col("parts") == pl.col("group_size")))
+        pl.when(is_named & (pl.col("stays") | (pl.col("parts") == pl.col("group_size"))))
         .then("group")
         .alias("own_name"),
     )
@@ -163,14 +181,14 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         rows.filter(is_mapped & ~pair & ~pl.col("kind").is_in(REPLAYED))
         .sort("met_ns", "node")
         .with_columns(pl.int_range(pl.len()).over("number").alias("before"))
-        .filter(pl.col("own_name").is_null() & (pl.col("parts") == len(numbers)))
+        .filter(pl.col("own_name").is_null() & ~pl.col("stays") & (pl.col("parts") == len(numbers)))
     )
     differs = before.select((pl.col("before").n_unique().over("instance") > 1).any()).item()
     # Number the others by members (as text), in order of first use; the group of all ranks has
     # none.
     is_lone = pl.col("why").is_not_null() & (len(numbers) > 1)
     sets = (
-        rows.filter(pl.col("own_name").is_null())
+        rows.filter(pl.col("own_name").is_null() & ~pl.col("stays"))
         .filter(~(pair & is_mapped) & ((pl.col("parts") < len(numbers)) | is_lone | differs))
         .sort("met_ns", "node")["members"]
         .unique(maintain_order=True)
@@ -181,6 +199,8 @@ def map_communication(graph: Graph, numbers: dict[int, int]) -> WrittenCommunica
         name: [int(member) for member in member_text.split(",")]
         for member_text, name in groups.items()
     }
+    if as_written:
+        joined_count = rows.filter(~pl.col("stays"))["instance"].drop_nulls().n_unique()
     return WrittenCommunication(_build_attributes(rows, groups), joined_count, members)
 
 
@@ -345,10 +365,13 @@ def _build_attributes(rows: pl.DataFrame, groups: dict[str, str]) -> pl.DataFram
         "why",
         "met_ns",
         "transfer_ns",
-        (is_mapped & pl.col("uneven")).alias("uneven"),
-        (is_mapped & ~pair & (pl.col("group_size").fill_null(0) > pl.col("parts"))).alias(
-            "omitted"
-        ),
+        (is_mapped & pl.col("uneven") & ~pl.col("stays")).alias("uneven"),
+        (
+            is_mapped
+            & ~pair
+            & ~pl.col("stays")
+            & (pl.col("group_size").fill_null(0) > pl.col("parts"))
+        ).alias("omitted"),
         pl.when(is_mapped & send)
         .then(int(NodeType.COMM_SEND_NODE))
         .when(is_mapped & receive)
@@ -569,7 +592,11 @@ def build_rank_files(
         ordered: Put the communication into one order on all ranks.
     """
     units = build_units(graph)
-    communication = map_communication(graph, {rank: number for number, rank in enumerate(ranks)})
+    communication = map_communication(
+        graph,
+        {rank: number for number, rank in enumerate(ranks)},
+        as_written=not ordered,
+    )
     frame = units.frame.join(
         communication.rows, on="node", how="left", maintain_order="left", suffix="_of"
     )
