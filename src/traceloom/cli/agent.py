@@ -166,6 +166,7 @@ def _find_socket(args: argparse.Namespace) -> Path:
     where that runs.
     """
     from traceloom.agent.config import SYSTEM_SOCKET, resolve_paths
+    from traceloom.system.files import find_foreign_part
 
     own_socket = resolve_paths(_load_config(args)).socket
     if args.socket:
@@ -173,7 +174,8 @@ def _find_socket(args: argparse.Namespace) -> Path:
     # Not `Path.exists`, which raises where a parent directory is not accessible.
     return (
         own_socket
-        if os.path.exists(own_socket) or not os.path.exists(SYSTEM_SOCKET)  # noqa: PTH110
+        if not os.path.exists(SYSTEM_SOCKET)  # noqa: PTH110
+        or (os.path.exists(own_socket) and not find_foreign_part(own_socket))  # noqa: PTH110
         else SYSTEM_SOCKET
     )
 
@@ -498,23 +500,38 @@ def _print_environment(args: argparse.Namespace) -> int:
     """Prints the environment from the running agent, which creates the directory; if none runs,
     that of the user's own agent.
     """
+    from traceloom.agent.api import EnvironmentResponse
+    from traceloom.agent.config import SYSTEM_SOCKET
+    from traceloom.agent.ownership.environment import get_job_variables
+    from traceloom.server.client import make_untrusted_error
+    from traceloom.system.files import find_foreign_part, report_write_errors
+
+    agent_paths = _resolve_paths(args, _load_config(args))
+    known = get_job_variables(agent_paths, os.geteuid())
     try:
-        values = create_agent_client(args).get("environment")["variables"]
+        answer = create_agent_client(args).get("environment")
+        # A shell runs what is printed here.
+        values = {
+            name: value
+            for name, value in _read(answer, EnvironmentResponse).variables.items()
+            if name in known
+        }
     except InputError as error:
         if error.slug != "no-agent":
             raise
         import msgspec
 
-        from traceloom.agent.config import SYSTEM_SOCKET
-        from traceloom.agent.ownership.environment import get_job_variables
-
-        agent_paths = _resolve_paths(args, _load_config(args))
         if (
             _find_socket(args) == SYSTEM_SOCKET
         ):  # root's agent has its sockets in the same directory
             agent_paths = msgspec.structs.replace(
                 agent_paths, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto")
             )
+        # Before the job looks for sockets there, so that nobody else makes it.
+        with report_write_errors(agent_paths.kineto):
+            agent_paths.kineto.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if reason := find_foreign_part(agent_paths.kineto):
+            raise make_untrusted_error(agent_paths.kineto, reason) from error
         values = get_job_variables(agent_paths, os.geteuid())
     if args.flight_recorder:
         from traceloom.agent.ownership.environment import create_flight_variables

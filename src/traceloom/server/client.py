@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import socket
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlencode
 
 from traceloom.errors import InputError
+from traceloom.system.files import find_foreign_part
 
 
 class AgentClient:
@@ -134,12 +137,35 @@ def decode_answer(status: int, text: bytes, location: str, service_name: str = "
     return answer
 
 
+def make_untrusted_error(path: Path, reason: str) -> InputError:
+    """Returns the error of a socket or directory that others may have made or may replace."""
+    return InputError(
+        f"an agent there may be neither yours nor root's: {reason}",
+        slug="untrusted-agent",
+        where=str(path),
+        hint="name a place that only you and root can write: XDG_RUNTIME_DIR, `paths.socket` of agent.toml, or --socket",
+    )
+
+
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout_s: float) -> None:
         super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+        """Connect to an agent of root or of this user; what others listen at is sent nothing.
+
+        Raises:
+            InputError: `untrusted-agent`.
+        """
+        reason = find_foreign_part(self._path)
+        if not reason:
+            self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(str(self._path))
+            peer = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, uid, _ = struct.unpack("3i", peer)
+            if uid in {0, os.geteuid()}:
+                return
+            reason = f"user {uid} listens there"
+        raise make_untrusted_error(self._path, reason)

@@ -37,6 +37,7 @@ from traceloom.server.access import (
 )
 from traceloom.server.problem import HttpError, Problem, ProblemResponse
 from traceloom.server.settings import Access, Tcp, host_and_port
+from traceloom.system.files import find_foreign_part
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -418,6 +419,8 @@ def bind_unix_socket(path: Path) -> tuple[socket.socket, int]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if reason := find_foreign_part(path.parent):
+            raise PermissionError(errno.EPERM, reason)
         lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         listener.close()

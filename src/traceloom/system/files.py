@@ -65,6 +65,24 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def find_foreign_part(path: Path) -> str:
+    """Returns why somebody other than root and this user may have put there what lies at a path, or
+    may replace it; "" if nobody can. The path itself need not exist.
+    """
+    for way in dict.fromkeys((path.absolute(), Path(os.path.realpath(path)))):
+        for part in (*reversed(way.parents[:-1]), way):
+            try:
+                status = part.lstat()
+            except FileNotFoundError:
+                break
+            if status.st_uid not in {0, os.geteuid()}:
+                return f"{part} belongs to another user"
+            is_sticky = status.st_mode & stat.S_ISVTX  # as /tmp: nobody replaces files of others
+            if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not is_sticky:
+                return f"others can write in {part}"
+    return ""
+
+
 def open_input(path: str | Path) -> BinaryIO:
     """Open a user's input for reading: a file or a pipe. Devices are refused, as they may have no
     end or change state when read.

@@ -34,6 +34,7 @@ from traceloom.agent.kineto.protocol import (
     encode_instances_reply,
 )
 from traceloom.errors import OutputError
+from traceloom.system.files import find_foreign_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -309,12 +310,7 @@ class KinetoSockets:
         """
         try:
             self.root.mkdir(mode=0o755, parents=True, exist_ok=True)
-            status = self.root.lstat()
-            if (
-                status.st_uid != os.geteuid()
-                or not stat.S_ISDIR(status.st_mode)
-                or status.st_mode & 0o022
-            ):
+            if find_foreign_part(self.root) or self.root.stat().st_mode & 0o022:  # sticky or not
                 self.last_error = f"{self.root} can be written by others, so no socket is put there"
             else:
                 self._lock = os.open(

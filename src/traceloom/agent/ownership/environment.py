@@ -355,6 +355,9 @@ def build_owner(stated: Claims) -> Owner:
     )
 
 
+KINETO_SETTINGS, AGENT_SOCKET = "KINETO_CONFIG", "TRACELOOM_AGENT"
+
+
 def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
     """Returns the variables for jobs of a user, name -> value.
 
@@ -366,8 +369,8 @@ def get_job_variables(locations: AgentPaths, uid: int) -> dict[str, str]:
     return {
         POLLS: "1",
         POLLED_DIRECTORY: str(directory),
-        "KINETO_CONFIG": str(directory / SETTINGS_FILE),
-        "TRACELOOM_AGENT": str(locations.socket),
+        KINETO_SETTINGS: str(directory / SETTINGS_FILE),
+        AGENT_SOCKET: str(locations.socket),
     }
 
 

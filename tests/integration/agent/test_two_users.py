@@ -1,0 +1,110 @@
+"""Users of one host who do not trust each other: what one of them does to the other's agent, files and jobs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.users import ANNA, BERT, lend_shared_directory, needs_users, run_python, start_python
+
+pytestmark = needs_users
+
+FAKE_AGENT = """
+import json, os, socket, sys
+os.makedirs(os.path.dirname(sys.argv[1]), mode=0o755, exist_ok=True)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o666)
+listener.listen()
+print("up", flush=True)
+while True:
+    peer, _ = listener.accept()
+    asked = peer.recv(65536)
+    if asked:
+        open(sys.argv[1] + ".asked", "wb").write(asked)
+    body = json.dumps({"variables": json.loads(sys.argv[2])}).encode()
+    try:
+        peer.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body)
+    except OSError:
+        pass
+    peer.close()
+"""
+EVIL = (
+    '{"LD_PRELOAD": "/tmp/evil.so", "A=1; touch /tmp/never; B": "x", "KINETO_USE_DAEMON": "$(id)"}'
+)
+
+
+def _print_environment(uid: int, temporary: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"TMPDIR": str(temporary), "HOME": str(temporary / f"home{uid}")}
+    missing = dict.fromkeys(("XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_STATE_HOME"), "")
+    return run_python(
+        uid, "-m", "traceloom", "agent", "env", environment={**missing, **environment}
+    )
+
+
+def test_a_false_agent_in_the_shared_temporary_directory_is_asked_nothing() -> None:
+    with lend_shared_directory() as temporary:
+        socket = temporary / f"traceloom-{ANNA}" / "agent.sock"
+        with start_python(BERT, "-c", FAKE_AGENT, str(socket), EVIL):
+            done = _print_environment(ANNA, temporary)
+            assert (done.returncode, done.stdout) == (3, ""), done
+            assert f"{socket.parent} belongs to another user" in done.stderr
+            # Not even where the way to it is root's: who listens is another user.
+            again = run_python(
+                ANNA, "-m", "traceloom", "agent", "status", "--socket", f"/proc/self/root{socket}"
+            )
+            assert again.returncode == 3
+            assert not Path(f"{socket}.asked").exists(), "a byte was sent"
+
+
+def test_a_false_agent_in_a_place_of_root_is_asked_nothing() -> None:
+    with lend_shared_directory() as temporary:
+        socket = temporary / "agent.sock"
+        with start_python(BERT, "-c", FAKE_AGENT, str(socket), EVIL):
+            os.chown(socket, 0, 0)
+            words = ("-m", "traceloom", "agent", "env", "--socket", str(socket))
+            done = run_python(ANNA, *words)
+            assert (done.returncode, done.stdout) == (3, ""), done
+            assert f"user {BERT} listens there" in done.stderr
+            assert not Path(f"{socket}.asked").exists(), "a byte was sent"
+
+
+def test_only_variables_that_prepare_a_job_are_printed_for_the_shell() -> None:
+    """The user's own agent, or root's, says more than it should."""
+    with lend_shared_directory() as temporary:
+        socket = temporary / "agent.sock"
+        with start_python(ANNA, "-c", FAKE_AGENT, str(socket), EVIL):
+            words = ("-m", "traceloom", "agent", "env", "--socket", str(socket))
+            done = run_python(ANNA, *words)
+            assert done.stdout == "export KINETO_USE_DAEMON='$(id)'\n", done
+
+
+def test_without_an_agent_the_place_of_its_sockets_is_made_before_others_can() -> None:
+    with lend_shared_directory() as temporary:
+        done = _print_environment(ANNA, temporary)
+        assert done.returncode == 0, done
+        printed = dict(
+            word.split("=", 1) for word in shlex.split(done.stdout, comments=False) if "=" in word
+        )
+        directory = Path(printed["KINETO_IPC_SOCKET_DIR"]).parent
+        assert directory.is_relative_to(temporary)
+        assert directory.stat().st_uid == directory.parent.stat().st_uid == ANNA
+        assert not directory.parent.stat().st_mode & 0o022
+
+
+@pytest.mark.parametrize("owner", [BERT, ANNA])
+def test_an_agent_puts_no_socket_where_others_can_write(owner: int) -> None:
+    with lend_shared_directory() as temporary:
+        directory = temporary / f"traceloom-{ANNA}"
+        directory.mkdir()
+        directory.chmod(0o777)
+        os.chown(directory, owner, owner)
+        environment = {"TMPDIR": str(temporary), "HOME": str(temporary), "XDG_RUNTIME_DIR": ""}
+        done = run_python(ANNA, "-m", "traceloom", "agent", "run", environment=environment)
+        assert done.returncode == 3, done
+        assert "socket-unusable" in done.stderr or "cannot listen there" in done.stderr
+        assert list(directory.iterdir()) == []
