@@ -437,7 +437,8 @@ def resolve_paths(config: Config) -> AgentPaths:
     if config.paths.root:
         run = state = log = Path(config.paths.root)
     run = Path(config.paths.socket).parent if config.paths.socket else run
-    state = Path(config.paths.history).parent if config.paths.history else state
+    if config.paths.history:
+        state = log = Path(config.paths.history).parent
     return AgentPaths(
         Path(config.paths.socket or run / "agent.sock"),
         Path(config.paths.history or state / "agent.db"),

@@ -16,6 +16,7 @@ import msgspec
 
 from traceloom.agent.traces.requests import TraceRequest, TraceTarget
 from traceloom.errors import InputError, OutputError, other_version
+from traceloom.system.files import prepare_private_file
 
 LOG = logging.getLogger("traceloom.agent")
 
@@ -35,20 +36,18 @@ def open_database(path: Path | None, schema: str, version: int, label: str) -> s
         OSError, sqlite3.Error: It cannot be opened.
     """
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        prepare_private_file(path)
     database = sqlite3.connect(path or ":memory:", check_same_thread=False, timeout=2.0)
     try:
         stored_version = database.execute("PRAGMA user_version").fetchone()[0]
         if stored_version not in {0, version}:  # a new file has 0
             raise other_version(label, stored_version, version, path)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
         if not stored_version:
             database.executescript(schema)
             database.execute(f"PRAGMA user_version = {version}")
-        if path is not None:
-            path.chmod(0o600)
-    except (OSError, sqlite3.Error, InputError):
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = NORMAL")
+    except (sqlite3.Error, InputError):
         database.close()
         raise
     return database

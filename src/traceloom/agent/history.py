@@ -32,10 +32,10 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.config import HistorySettings
-from traceloom.agent.database import is_corruption, move_damaged_file
+from traceloom.agent.database import is_corruption, move_damaged_file, open_database
 from traceloom.agent.metrics import METRICS, PREFIX, SeriesKey
 from traceloom.agent.snapshot import Snapshot
-from traceloom.errors import InputError, UsageError, nearest, other_version
+from traceloom.errors import UsageError, nearest
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
@@ -43,6 +43,7 @@ _LAYOUTS_IN_MEMORY = 512
 _GAP_NS = 60 * 10**9  # values on disk are used only in longer gaps of those in memory
 _RETRY_S = 60.0  # after a failed write
 _SCHEMA = """
+PRAGMA auto_vacuum = INCREMENTAL;
 CREATE TABLE IF NOT EXISTS metrics (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS layouts (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, labels BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS ticks (
@@ -295,7 +296,6 @@ class History:
         """Open or create the file; a damaged one is moved away, never deleted."""
         assert self.path is not None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._database = self._prepared()
             except sqlite3.DatabaseError as error:
@@ -308,23 +308,14 @@ class History:
 
     def _prepared(self) -> sqlite3.Connection:
         assert self.path is not None
-        database = sqlite3.connect(self.path, check_same_thread=False, timeout=1.0)
+        database = open_database(self.path, _SCHEMA, VERSION, "history")
         try:
-            version = database.execute("PRAGMA user_version").fetchone()[0]
-            if version not in {0, VERSION}:  # a new file has 0
-                raise other_version("history", version, VERSION, self.path)
-            if not version:
-                database.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute("PRAGMA synchronous = NORMAL")
             database.execute("PRAGMA cache_size = -1024")
             database.execute("PRAGMA wal_autocheckpoint = 250")
-            database.executescript(_SCHEMA)
-            database.execute(f"PRAGMA user_version = {VERSION}")
             self._metrics = {
                 name: number for number, name in database.execute("SELECT id, name FROM metrics")
             }
-        except (sqlite3.Error, InputError):
+        except sqlite3.Error:
             database.close()
             raise
         self._layouts.clear()

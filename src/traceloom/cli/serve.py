@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -173,6 +174,7 @@ def run(args: argparse.Namespace) -> int:
     from traceloom.server.settings import Tcp
     from traceloom.system.service_address import ServiceAddress
 
+    os.umask(0o077)  # what hosts and people send is for nobody else on this host
     proxy = _read_proxy_users(args)
     if args.advertise:
         ServiceAddress.of(args.advertise)  # other services send tokens there

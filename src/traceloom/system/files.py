@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from typing import BinaryIO, NamedTuple
 
 from traceloom.errors import OutputError, UsageError
 from traceloom.system import process
+
+_LOG = logging.getLogger("traceloom.files")
 
 
 class _Inputs(NamedTuple):
@@ -81,6 +84,48 @@ def find_foreign_part(path: Path) -> str:
             if stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not is_sticky:
                 return f"others can write in {part}"
     return ""
+
+
+def prepare_private_file(path: Path) -> None:
+    """Make sure that nobody else can use a SQLite file, before anything is written into it.
+
+    Whoever could read it before may hold a lock that stops writers for ever, so the content moves to
+    a new file. No other process of its user may have it open then.
+
+    Raises:
+        OSError: It cannot be created, or belongs to another user.
+    """
+    path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        os.close(os.open(path, flags, 0o600))
+    for part in (path, Path(f"{path}-wal")):
+        if restrict_mode(part):
+            Path(f"{path}-shm").unlink(missing_ok=True)  # its locks; it is made anew
+            temporary_path = make_temporary_path(part)
+            with part.open("rb") as old, temporary_path.open("xb") as new:
+                temporary_path.chmod(0o600)
+                shutil.copyfileobj(old, new)
+            temporary_path.replace(part)
+
+
+def restrict_mode(path: Path) -> bool:
+    """Take all rights of others to a file or directory away; returns whether they had any.
+
+    Raises:
+        OSError: It belongs to another user.
+    """
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return False
+    if status.st_uid != os.geteuid() or stat.S_ISLNK(status.st_mode):
+        raise PermissionError(errno.EPERM, f"{path} belongs to another user, or is a link")
+    if not status.st_mode & 0o077:
+        return False
+    path.chmod(stat.S_IMODE(status.st_mode) & ~0o077)
+    _LOG.warning("others could use %s; now only its user can", path)
+    return True
 
 
 def open_input(path: str | Path) -> BinaryIO:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from support.users import ANNA, BERT, lend_shared_directory, needs_users, run_python, start_python
+from support.running_agent import Running
+from support.users import (
+    ANNA,
+    BERT,
+    build_command,
+    lend_shared_directory,
+    needs_users,
+    run_python,
+    start_python,
+)
+from support.waiting import until
 
 pytestmark = needs_users
 
@@ -108,3 +118,61 @@ def test_an_agent_puts_no_socket_where_others_can_write(owner: int) -> None:
         assert done.returncode == 3, done
         assert "socket-unusable" in done.stderr or "cannot listen there" in done.stderr
         assert list(directory.iterdir()) == []
+
+
+LOCK = """
+import fcntl, os, sys, time
+handles = [os.open(name, os.O_RDONLY) for name in sys.argv[1:]]
+for handle in handles:
+    fcntl.lockf(handle, fcntl.LOCK_SH)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def _read_as(uid: int, path: Path) -> bytes:
+    return subprocess.run(
+        build_command(uid, "cat", str(path)), capture_output=True, check=False
+    ).stdout
+
+
+def test_no_file_of_the_agent_is_for_other_users() -> None:
+    with lend_shared_directory(0o755) as directory:
+        before = os.umask(0o022)
+        try:
+            agent = Running(directory)
+        finally:
+            os.umask(before)
+        try:
+            until(lambda: agent.client.get("status")["history"]["bytes"] > 4096)
+            agent.client.post("counters/pause", {"seconds": 1})
+            until((directory / "audit.jsonl").exists)
+            names = {path.name for path in directory.iterdir()}
+            assert {"agent.db", "agent.db-wal", "agent.db-shm", "requests.db"} <= names
+            opened = {name for name in names if _read_as(ANNA, directory / name)}
+            assert opened <= {"agent.toml", "log"}, "what this test itself has written"
+        finally:
+            assert agent.end() == 0
+
+
+def test_a_lock_of_a_reader_stops_no_writer_of_a_history_that_all_could_read() -> None:
+    with lend_shared_directory(0o755) as directory:
+        agent = Running(directory)
+        rows = until(lambda: agent.client.get("query", metric="gpu_power_watts")["series"])
+        agent.process.kill()  # the log of writes stays
+        agent.process.wait()
+        paths = [directory / f"agent.db{end}" for end in ("", "-wal", "-shm")]
+        for path in paths:
+            path.chmod(0o644)
+        with start_python(ANNA, "-c", LOCK, *map(str, paths)):
+            try:
+                agent.start()
+                history = agent.client.get("status")
+                until(lambda: agent.client.get("status")["history"]["bytes"] > 4096)
+                assert (history["history_error"], history["history"]["lost_ticks"]) == ("", 0)
+                assert agent.client.get("query", metric="gpu_power_watts", since="1h")["series"]
+            finally:
+                agent.end()
+        assert rows
+        assert "others could use" in (directory / "log").read_text(encoding="utf-8")
+        assert all(not path.stat().st_mode & 0o077 for path in directory.glob("agent.db*"))

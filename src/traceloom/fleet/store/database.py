@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from traceloom.errors import InputError, OutputError, UsageError, other_version
+from traceloom.system.files import prepare_private_file
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, RowMapping
@@ -187,9 +188,9 @@ class StateDatabase:
         self._down_since_s = 0.0  # monotonic time; 0 while the database answers
         self._probe = threading.Lock()  # who tries whether it answers again
         if self._lite:
-            if address.database:
+            if address.database and address.database != ":memory:":
                 try:
-                    Path(address.database).parent.mkdir(parents=True, exist_ok=True)
+                    prepare_private_file(Path(address.database))
                 except OSError as error:
                     raise _build_unusable_error(error.strerror or str(error), self.where) from error
             sqlalchemy.event.listen(self._engine, "connect", _prepare_sqlite)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal
 from urllib.parse import unquote, urlsplit
 
 from traceloom.errors import InputError, OutputError, UsageError, unreadable
-from traceloom.system.files import is_address
+from traceloom.system.files import is_address, restrict_mode
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore, LocalStore, S3Store
@@ -64,6 +64,7 @@ _STORE_ERRORS = (
         "it cannot be reached; AWS_ENDPOINT_URL is the address of one that is not Amazon's",
     ),
 )
+_DIRECTORIES = ("captures", "analysed", "reports", "tables", "from-hosts")
 SCHEMES = ("s3", "gs", "az", "abfss")
 
 
@@ -144,6 +145,8 @@ class ObjectStore:
         ).absolute()
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in _DIRECTORIES:
+                restrict_mode(self.directory / name)
         except OSError as error:
             raise _build_write_error(self.directory, error) from error
         self._store = LocalStore(self.directory)
