@@ -378,6 +378,18 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
                 help=f"`paths.{key}` of agent.toml names another place" if reason else "",
             )
         )
+    if agent.uplink is not None:
+        refused = agent.uplink.refused + agent.uplink.refused_usage
+        checks += [
+            Check(
+                area="fleet",
+                name="heartbeat",
+                works="partly",
+                why=f"the fleet is not told of {count:,} rows: {reason}",
+                help="programs say this of themselves, in their environment",
+            )
+            for reason, count in refused.items()
+        ] or [Check(area="fleet", name="heartbeat", works="yes", why=agent.uplink.last_error)]
     for name in agent.triggers.rules:
         reason = idle.get(name, "")
         checks.append(

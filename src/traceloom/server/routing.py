@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,13 +18,17 @@ if TYPE_CHECKING:
 
 
 Form = TypeVar("Form", bound=msgspec.Struct)
+T = TypeVar("T")
 
 
 async def decode_body(
-    request: Request, kind: type[Form], max_bytes: int, hint: str = AGENT_HINT
-) -> Form:
-    """Returns the decoded body of a request of at most `max_bytes` bytes; `hint` is for the error
-    of a larger one.
+    request: Request,
+    kind: type[T] | Callable[[bytes], T],
+    max_bytes: int,
+    hint: str = AGENT_HINT,
+) -> T:
+    """Returns the body of a request of at most `max_bytes` bytes, decoded as a type or by a function;
+    `hint` is for the error of a larger one.
 
     Raises:
         HttpError: `too-large`, `wrong-request`; `too-slow`: the client disconnected before it was
@@ -39,7 +43,7 @@ async def decode_body(
     except ClientDisconnect as error:
         raise make_truncated_error() from error
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind) if isinstance(kind, type) else kind(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise make_bad_request(str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.running_agent import running_agent  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
+from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.users import (  # noqa: E402
     ANNA,
     build_command,
@@ -72,3 +75,106 @@ def test_a_store_in_a_directory_that_all_may_enter_is_for_nobody_else() -> None:
                 assert "others could use" in service.log.read_text(encoding="utf-8")
         finally:
             service.end()
+
+
+def _host(service: RunningService, folder: Path, name: str = "node0") -> SimulatedHost:
+    until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
+    token = service.client().post("agents", {"host": name})["token"]
+    return SimulatedHost([service.url], name, token, [ranked_process(0, "job")], folder)
+
+
+def test_what_programs_say_of_themselves_takes_no_host_out_of_the_fleet(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    host = _host(service, tmp_path)
+    try:
+        credential = host.clients[0].credential
+        good = {"key": "1@1", "pid": 1, "uid": 0, "job": "run"}
+        bad = [
+            {**good, "rank": 99999999999999999999999},
+            {**good, "job": "j" * 257},
+            {**good, "labels": {"x": "y" * 257}},
+            {**good, "surprise": 1},
+            {"key": "2@1"},
+            None,
+        ]
+        heartbeat = {
+            "sent_ns": 1,
+            "boot_id": "b",
+            "version": "0",
+            "clock": {"offset_ns": 10**30, "error_ns": 0, "round_trips": 1},
+            "devices": [{"uuid": "GPU-0"}, {"uuid": "GPU-1", "values": {"power": None}}],
+            "processes": [*bad, good],
+            "last_error": {"cpu": "t" * 300},
+        }
+        code, answer = service.ask(
+            "POST", f"/api/v1/agents/{host.name}/heartbeat", credential, heartbeat
+        )
+        assert code == 200, answer
+        assert sum(answer["refused"].values()) == len(bad) + 3, answer
+        assert answer["refused"]["processes: `job`: expected a text of at most 256 signs"] == 1
+        [row] = service.ask("GET", "/api/v1/hosts")[1]["hosts"]
+        assert (row["lost"], row["devices"], row["processes"], row["jobs"]) == (
+            False,
+            1,
+            1,
+            ["run"],
+        )
+        metrics = service.ask("GET", "/metrics")[1].decode()
+        assert 'usage_refused_rows_total{host="node0"} 9.0' in metrics
+    finally:
+        host.close()
+        service.end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the agent looks at Linux hosts")
+def test_an_agent_of_a_host_with_impossible_programs_is_heard_and_says_so(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    until(lambda: service.ask("GET", "/api/v1/hosts")[0] == 200)
+    token = service.client().post("agents", {})["token"]
+    variables = [
+        {"RANK": "99999999999999999999999", "WORLD_SIZE": "2", "TRACELOOM_JOB": "huge"},
+        {"RANK": "9" * 5000, "WORLD_SIZE": "2", "TRACELOOM_JOB": "digits"},
+        {"TRACELOOM_JOB": "j" * 257},
+        {"TRACELOOM_JOB": "kept", "TRACELOOM_LABEL_TEAM": "t" * 300, "SLURM_JOB_NAME": "n" * 300},
+    ]
+    programs = [
+        subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], **more})
+        for more in variables
+    ]
+    folder = tmp_path / "agent"
+    settings = f'[fleet]\nserver = "{service.url}"\nheartbeat = 0.3\n'
+    try:
+        (folder.parent / "token").write_text(token)
+        settings += f'token_file = "{folder.parent}/token"\n'
+        with running_agent(folder, settings) as agent:
+            jobs = until(
+                lambda: (
+                    (names := {job["job"] for job in service.ask("GET", "/api/v1/jobs")[1]["jobs"]})
+                    >= {"huge", "digits", "kept"}
+                    and names
+                )
+            )
+            assert not any(len(job) > 256 for job in jobs)
+            checks = until(
+                lambda: (
+                    (
+                        found := [
+                            check["why"]
+                            for check in agent.get("doctor")["checks"]
+                            if check["area"] in {"fleet", "owners"} and check["works"] != "yes"
+                        ]
+                    )
+                    and found
+                )
+            )
+            assert (
+                "the fleet is not told of 1 rows: processes: `job`: expected a text of at most 256 signs"
+                in checks
+            )
+            assert any(why.startswith("2 processes say that they are ranks") for why in checks)
+            assert agent.get("processes")["processes"], "the others are seen"
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+        service.end()

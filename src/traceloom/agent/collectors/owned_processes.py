@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from traceloom.agent.accelerators.collector import AcceleratorCollector
@@ -204,9 +203,9 @@ def collect_jobs(
 
 
 def _parse_declared_number(text: str) -> float | None:
-    """Parses a finite number >= 0 that a job declares; None for anything else."""
+    """Parses a number from 0 to 10^18 that a job declares; None for anything else."""
     try:
         number = float(text)
     except ValueError:
         return None
-    return number if 0 <= number < math.inf else None
+    return number if 0 <= number <= 1e18 else None

@@ -19,9 +19,11 @@ import os
 import random
 import sqlite3
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import isfinite
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +35,7 @@ from traceloom.agent.config import Config
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
 from traceloom.agent.fleet_link.protocol import (
     ENDED_HOST_STATES,
-    MAX_PROCESSES,
+    MAX_NAME_CHARS,
     ArmedProcess,
     ClockOffset,
     Enrolment,
@@ -48,6 +50,7 @@ from traceloom.agent.fleet_link.protocol import (
     ReportResponse,
     UsageRow,
     WorkResponse,
+    keep_valid_rows,
 )
 from traceloom.agent.fleet_link.usage import UsageAccumulator, UsageOutbox
 from traceloom.agent.metrics import Reading
@@ -177,6 +180,8 @@ class FleetConnection:
         self.minutes = UsageAccumulator()
         self.clock = ServiceClock()
         self.last_error = ""  # why the last request failed
+        self.refused: Counter[str] = Counter()  # rows left out of the last heartbeat, by reason
+        self.refused_usage: Counter[str] = Counter()  # rows of usage, since the start
         self.host = ""  # its name in the fleet, after enrolment
         # One connection each: a heartbeat waits neither for a long poll nor for an upload.
         self._beats, self._polls, self._uploads = (
@@ -213,9 +218,13 @@ class FleetConnection:
         """Add the last tick of device time; returns the completed minutes, for the outbox."""
         now_ns = self.now_ns()
         self.minutes.add(now_ns, self.topline.device_times, self.topline.input_bytes)
-        return self.minutes.take(
+        minutes = self.minutes.take(
             now_ns, {uuid: device.model for uuid, device in self.host_snapshot.devices.items()}
         )
+        return {
+            minute: keep_valid_rows("usage", rows, self.refused_usage)
+            for minute, rows in minutes.items()
+        }
 
     def readings(self) -> list[Reading]:
         """Returns the minutes of device use that the fleet will never get."""
@@ -318,6 +327,7 @@ class FleetConnection:
         heartbeat = self._heartbeat(usage)
         answer, trip = await asyncio.to_thread(self._exchange, heartbeat)
         self.clock.add(trip)
+        self.refused.update(answer.refused)
         if usage and answer.usage_through:
             await asyncio.to_thread(self.backlog.acknowledge, answer.usage_through)
 
@@ -337,48 +347,68 @@ class FleetConnection:
                 values[labels[0]][metric] = value
             elif metric == "job_hung" and value:
                 hung.add(labels[0])
+        self.refused = Counter()
+        users: Counter[int] = Counter()
+        processes = []
+        for process in self.host_snapshot.processes.values():
+            users[process.uid] += 1  # whoever has many takes the place of nobody else
+            processes.append((users[process.uid], process))
+        processes.sort(key=itemgetter(0))
         return Heartbeat(
             sent_ns=time.time_ns(),
             boot_id=self.boot_id,
             version=__version__,
             clock=self.clock.offset(time.monotonic_ns()),
-            devices=[
-                HostDevice(
-                    uuid=uuid,
-                    index=device.index,
-                    model=device.model,
-                    stale=device.stale[:256],
-                    values=values[uuid],
-                )
-                for uuid, device in self.host_snapshot.devices.items()
-            ],
-            processes=[
-                HostProcess(
-                    key=process.key,
-                    pid=process.pid,
-                    uid=process.uid,
-                    job=process.owner.job,
-                    job_name=process.owner.name,
-                    scheduler=process.owner.scheduler,
-                    rank=process.owner.rank,
-                    world_size=process.owner.world_size,
-                    user=process.owner.user,
-                    account=process.owner.account,
-                    framework=process.owner.framework,
-                    labels=process.owner.labels,
-                    devices=process.devices,
-                    steps_per_second=process.steps_per_second,
-                    steps=None
-                    if (pace := self.trace_service.steps.pace(process.key)) is None
-                    else pace.steps,
-                    polls=process.key in self.trace_service.registry.clients,
-                    hung=process.owner.job in hung,
-                )
-                for process in list(self.host_snapshot.processes.values())[:MAX_PROCESSES]
-            ],
+            devices=keep_valid_rows(
+                "devices",
+                [
+                    HostDevice(
+                        uuid=uuid,
+                        index=device.index,
+                        model=device.model,
+                        stale=device.stale[:MAX_NAME_CHARS],
+                        values={
+                            name: value for name, value in values[uuid].items() if isfinite(value)
+                        },
+                    )
+                    for uuid, device in self.host_snapshot.devices.items()
+                ],
+                self.refused,
+            ),
+            processes=keep_valid_rows(
+                "processes",
+                [
+                    HostProcess(
+                        key=process.key,
+                        pid=process.pid,
+                        uid=process.uid,
+                        job=process.owner.job,
+                        job_name=process.owner.name[:MAX_NAME_CHARS],
+                        scheduler=process.owner.scheduler[:MAX_NAME_CHARS],
+                        rank=process.owner.rank,
+                        world_size=process.owner.world_size,
+                        user=process.owner.user,
+                        account=process.owner.account[:MAX_NAME_CHARS],
+                        framework=process.owner.framework[:MAX_NAME_CHARS],
+                        labels={
+                            name[:MAX_NAME_CHARS]: text[:MAX_NAME_CHARS]
+                            for name, text in process.owner.labels.items()
+                        },
+                        devices=process.devices,
+                        steps_per_second=process.steps_per_second,
+                        steps=None
+                        if (pace := self.trace_service.steps.pace(process.key)) is None
+                        else pace.steps,
+                        polls=process.key in self.trace_service.registry.clients,
+                        hung=process.owner.job in hung,
+                    )
+                    for _, process in processes
+                ],
+                self.refused,
+            ),
             usage=usage,
             collector_errors={
-                name: state.last_error[:256]
+                name: state.last_error[:MAX_NAME_CHARS]
                 for name, state in self.host_snapshot.collectors.items()
                 if state.last_error
             },

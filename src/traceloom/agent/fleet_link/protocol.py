@@ -7,18 +7,22 @@ duplicated if either side restarts.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget
-from traceloom.system.text import HOST, IDENTITY, SHA256
+from traceloom.system.text import HOST, IDENTITY, SHA256, describe_validation_error
 
 MAX_MINUTES = 60  # of usage per heartbeat
 MAX_PROCESSES = 4096  # per host
+MAX_NAME_CHARS = 256
+_MAX_ROW_BYTES = 8 << 20  # of all rows of a kind
 
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 # The next step of a host for a request, and its progress.
@@ -70,7 +74,7 @@ class HostDevice(FleetMessage, frozen=True, kw_only=True):
     index: Name = ""
     model: Name = ""
     stale: Name = ""
-    values: dict[str, float] = {}
+    values: Annotated[dict[Name, float], Meta(max_length=1000)] = {}
 
 
 class HostProcess(FleetMessage, frozen=True, kw_only=True):
@@ -91,8 +95,8 @@ class HostProcess(FleetMessage, frozen=True, kw_only=True):
     user: Name = ""
     account: Name = ""
     framework: Name = ""
-    labels: dict[str, str] = {}
-    devices: tuple[str, ...] = ()
+    labels: Annotated[dict[Name, Name], Meta(max_length=100)] = {}
+    devices: Annotated[tuple[Name, ...], Meta(max_length=1024)] = ()
     steps_per_second: float | None = None
     steps: NonNegativeInt | None = None
     polls: bool = False
@@ -131,17 +135,79 @@ class Heartbeat(FleetMessage, frozen=True, kw_only=True):
     devices: Annotated[list[HostDevice], Meta(max_length=1024)] = []
     processes: Annotated[list[HostProcess], Meta(max_length=MAX_PROCESSES)] = []
     usage: Annotated[list[UsageRow], Meta(max_length=100_000)] = []
-    collector_errors: dict[str, str] = {}  # collector -> why it gives nothing
+    collector_errors: Annotated[
+        dict[Name, Name], Meta(max_length=256)
+    ] = {}  # collector -> why it gives nothing
+
+
+_ROWS: dict[str, tuple[type[FleetMessage], int]] = {
+    "devices": (HostDevice, 1024),
+    "processes": (HostProcess, MAX_PROCESSES),
+    "usage": (UsageRow, 100_000),
+}
+Row = TypeVar("Row")
+
+
+def keep_valid_rows(
+    name: str, rows: Sequence[Row], refused: Counter[str], max_bytes: int = _MAX_ROW_BYTES
+) -> list[Row]:
+    """Returns the rows of a heartbeat that fit the limits of their type, as sender and receiver
+    apply them; counts the others by reason. Programs of users say what is in them.
+    """
+    kind, most = _ROWS[name]
+    kept: list[Any] = []
+    for row in rows:
+        reason = f"{name}: more than {most:,} rows or {max_bytes >> 20} MB"
+        try:
+            line = msgspec.json.encode(row)
+            valid = msgspec.json.decode(line, type=kind)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            reason = f"{name}: {describe_validation_error(str(error))}"
+        else:
+            max_bytes -= len(line)
+            if len(kept) < most and max_bytes >= 0:
+                kept.append(valid)
+                continue
+        refused[reason[:MAX_NAME_CHARS]] += 1
+    return kept
+
+
+def decode_heartbeat(body: bytes) -> tuple[Heartbeat, Counter[str]]:
+    """Returns a heartbeat without what is beyond the limits, and how much that is by reason: a host
+    is never lost by what its programs say.
+
+    Raises:
+        msgspec.DecodeError, UnicodeError, RecursionError: It is no heartbeat at all.
+    """
+    refused: Counter[str] = Counter()
+    try:
+        return msgspec.json.decode(body, type=Heartbeat), refused
+    except msgspec.ValidationError:
+        parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    for field in msgspec.structs.fields(Heartbeat):
+        name = field.name
+        try:
+            if name in _ROWS and name in parts:
+                rows = msgspec.json.decode(parts[name], type=list[msgspec.Raw])
+                kept = keep_valid_rows(name, rows, refused)
+                parts[name] = msgspec.Raw(msgspec.json.encode(kept))
+            elif name in parts and not field.required:
+                msgspec.json.decode(parts[name], type=field.type)
+        except msgspec.ValidationError as error:
+            refused[f"{name}: {describe_validation_error(str(error))}"[:MAX_NAME_CHARS]] += 1
+            del parts[name]
+    return msgspec.json.decode(msgspec.json.encode(parts), type=Heartbeat), refused
 
 
 class HeartbeatResponse(FleetMessage, frozen=True, kw_only=True):
     """When it came and when this was sent, by the service's clock; `usage_through`: the last minute
-    that is kept.
+    that is kept; `refused`: rows that are not, by reason.
     """
 
     received_ns: NonNegativeInt
     answered_ns: NonNegativeInt
     usage_through: NonNegativeInt = 0
+    refused: dict[str, int] = {}
 
 
 class HostWork(FleetMessage, frozen=True, kw_only=True):

@@ -18,7 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent.database import lend_database
-from traceloom.agent.fleet_link.protocol import MAX_MINUTES, UsageRow, UsageState
+from traceloom.agent.fleet_link.protocol import (
+    MAX_MINUTES,
+    MAX_NAME_CHARS,
+    UsageRow,
+    UsageState,
+)
 from traceloom.agent.ownership.model import split_by_weights
 from traceloom.agent.topline import JobDeviceTime
 from traceloom.errors import InputError
@@ -27,6 +32,7 @@ LOG = logging.getLogger("traceloom.agent")
 MINUTE_MS = 60_000
 VERSION = 1
 _SCHEMA = "CREATE TABLE IF NOT EXISTS minutes (minute INTEGER PRIMARY KEY, rows BLOB NOT NULL)"
+_MAX_SENT_BYTES = 2 << 20  # of minutes in a heartbeat, but at least one minute
 _MAX_WAITING_MINUTES = 2 * 24 * 60  # unacknowledged minutes; then the oldest are dropped
 
 
@@ -151,14 +157,14 @@ class UsageAccumulator:
                 minute=minute,
                 device=use.device,
                 device_model=models.get(use.device, ""),
-                job=use.job,
+                job=use.job[:MAX_NAME_CHARS],
                 state=use.state,
                 device_ms=amounts.ms,
                 busy_ms=amounts.ms if use.state == "busy" else 0,
                 energy_mj=None if amounts.joules is None else round(1000 * amounts.joules),
                 flops_low=amounts.flops_low,
                 flops_high=amounts.flops_high,
-                input_bytes=next(read[use.job]) if use.job in read else None,
+                input_bytes=min(next(read[use.job]), 2**63 - 1) if use.job in read else None,
             )
 
 
@@ -216,7 +222,9 @@ class UsageOutbox:
             return []
         with self._lend() as database:
             minutes = database.execute(
-                "SELECT rows FROM minutes ORDER BY minute LIMIT ?", (MAX_MINUTES,)
+                "SELECT rows FROM (SELECT rows, minute, sum(length(rows)) OVER (ORDER BY minute) AS bytes FROM minutes) "
+                "WHERE bytes <= max(?, length(rows)) ORDER BY minute LIMIT ?",
+                (_MAX_SENT_BYTES, MAX_MINUTES),
             ).fetchall()
             try:
                 return [

@@ -24,6 +24,7 @@ from traceloom.agent.ownership.model import Owner
 from traceloom.errors import InputError, nearest
 
 MAX_LABELS = 16
+MAX_DIGITS = 9  # of a rank or a number of ranks
 LABEL_PREFIX = "TRACELOOM_LABEL_"
 PREFIXES = (LABEL_PREFIX,)
 
@@ -245,6 +246,11 @@ def find_rank_variables(environment: Mapping[str, str]) -> tuple[str, ...]:
     return ()
 
 
+def parse_number(text: str) -> int | str:
+    """Returns the number of a rank or of ranks; "" if it is none, or larger than any can be."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else ""
+
+
 def extract_claims(
     environment: Mapping[str, str], variables: Mapping[str, str], *, host: str = ""
 ) -> Claims:
@@ -268,12 +274,12 @@ def extract_claims(
         state(
             field,
             variable,
-            (int(value) if value.isdecimal() else "") if field in _NUMBER_FIELDS else value,
+            parse_number(value) if field in _NUMBER_FIELDS else value,
         )
     ranks = find_rank_variables(environment)
     if ranks:
         for field, value in zip(("rank", "local_rank", "world_size"), ranks[2:], strict=True):
-            state(field, ranks[1], int(value) if value.isdecimal() else "")
+            state(field, ranks[1], parse_number(value))
     state("job", JOB_VARIABLE, environment.get(JOB_VARIABLE, ""))
     for scheduler in SCHEDULERS:
         variable = next((name for name in scheduler.job if environment.get(name)), "")

@@ -22,6 +22,7 @@ from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.devices import HostDevices, find_assigned_devices
 from traceloom.agent.ownership.environment import (
     LAUNCH_VARIABLES,
+    MAX_DIGITS,
     Claims,
     build_owner,
     check_variables,
@@ -198,6 +199,7 @@ class OwnerResolver:
         self._host = config.host_name
         self._names: dict[int, str] = {}
         self._listed: list[Device] = []
+        self._impossible: list[int] = []  # processes that say ranks that cannot be
         self._devices = HostDevices([], self._proc, self._sys)
 
     def owners(
@@ -217,6 +219,11 @@ class OwnerResolver:
         if self._listed != devices:
             self._listed, self._devices = list(devices), HostDevices(devices, self._proc, self._sys)
         self.framework_versions.processes = dict(processes)
+        self._impossible = [
+            facts.pid
+            for facts in processes.values()
+            if any(len(text) > MAX_DIGITS for text in find_rank_variables(facts.environment)[2:])
+        ]
         locations: dict[str, ContainerLocation] = {}
         for key, facts in processes.items():
             cgroup_fields = parse_cgroup_paths(facts.cgroups.values())
@@ -262,10 +269,18 @@ class OwnerResolver:
             for name in names
             if not (self._devices.named(name) or self._devices.numbered(name))
         )
+        troubles = []
+        if self._impossible:
+            troubles = [
+                f"{len(self._impossible)} processes say that they are ranks with numbers that cannot be, as {self._impossible[0]}"
+            ]
         if not unknown:
-            return []
+            return troubles
         subject = f"{len(unknown)} devices that the kubelet or job mapping names are not known here, as `{unknown[0]}`"
-        return [f"{subject}: no back end of the agent lists them, or several have that name"]
+        return [
+            *troubles,
+            f"{subject}: no back end of the agent lists them, or several have that name",
+        ]
 
     def _stated(self, facts: ProcessFacts, location: ContainerLocation | None) -> Claims:
         cgroup_fields = parse_cgroup_paths(facts.cgroups.values())

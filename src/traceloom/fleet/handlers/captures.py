@@ -68,7 +68,7 @@ class FleetRequestContext:
         self.service, self.request = service, request
         self.token: TokenRecord = request.state.token
 
-    async def body(self, kind: type[Form]) -> Form:
+    async def body(self, kind: type[T] | Callable[[bytes], T]) -> T:
         """Decodes the body of the request.
 
         Raises:

@@ -27,6 +27,7 @@ from traceloom.agent.fleet_link.protocol import (
     ReportResponse,
     StartBy,
     WorkResponse,
+    decode_heartbeat,
 )
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, has_role
@@ -450,10 +451,10 @@ async def _enrol(context: FleetRequestContext) -> HostCredentials:
 async def _receive_heartbeat(
     context: FleetRequestContext, registry: HostRegistry, host: str
 ) -> HeartbeatResponse:
-    heartbeat = await context.body(Heartbeat)
+    heartbeat, refused = await context.body(decode_heartbeat)
     # Checked again: it may have been removed during the upload of its body.
     _check_host(context, registry, host)
-    return await registry.heartbeat(host, heartbeat)
+    return await registry.heartbeat(host, heartbeat, refused)
 
 
 async def _receive_report(

@@ -126,7 +126,7 @@ class HostRegistry:
         self._written: dict[str, FleetRequest] = {}  # open requests as the state has them
         # Requests whose progress could not be stored, as the state did not respond.
         self._unwritten: set[str] = set()
-        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> implausible rows of usage
+        self.refused_rows: dict[str, int] = defaultdict(int)  # host -> impossible rows
         self._said: dict[str, JobFacts] = {}  # job -> its latest facts from hosts
         self._changed = asyncio.Condition()  # notified when a request changes
         self._call = asyncio.Event()  # set, and replaced, when hosts have new work
@@ -241,8 +241,14 @@ class HostRegistry:
 
     # Heartbeats.
 
-    async def heartbeat(self, host: str, heartbeat: Heartbeat) -> HeartbeatResponse:
-        """Processes a heartbeat and its usage; repeated usage is acknowledged again."""
+    async def heartbeat(
+        self, host: str, heartbeat: Heartbeat, refused: Mapping[str, int] | None = None
+    ) -> HeartbeatResponse:
+        """Processes a heartbeat and its usage; repeated usage is acknowledged again. `refused`: rows
+        that were left out of it, by reason.
+        """
+        refused = refused or {}
+        self.refused_rows[host] += sum(refused.values())
         received_ns = self.clock()
         believed = [
             msgspec.structs.replace(
@@ -272,7 +278,10 @@ class HostRegistry:
             await asyncio.to_thread(self.state.add_usage, host, documents)
             through = max(row.minute for row in heartbeat.usage)
         return HeartbeatResponse(
-            received_ns=received_ns, answered_ns=self.clock(), usage_through=through
+            received_ns=received_ns,
+            answered_ns=self.clock(),
+            usage_through=through,
+            refused=dict(refused),
         )
 
     def fresh(self) -> dict[str, LastHeartbeat]:

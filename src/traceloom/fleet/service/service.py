@@ -133,7 +133,7 @@ _DECLARED_METRICS = (
     FleetMetric(
         "traceloom_fleet_usage_refused_rows",
         "counter",
-        "Rows of usage that cannot be: of minutes that have not been, or of devices with more than 60 s in one.",
+        "Rows of hosts that cannot be: beyond the limits, of minutes that have not been, or of devices with more than 60 s in one.",
         ("host",),
     ),
 )
