@@ -14,6 +14,7 @@ from __future__ import annotations
 import grp
 import hashlib
 import hmac
+import ipaddress
 import math
 import os
 import socket
@@ -86,13 +87,44 @@ def _is_member(connection: socket.socket | Any, gid: int, group: str) -> bool:
     return group_id == gid or group_id in struct.unpack(f"{len(groups) // 4}I", groups)
 
 
+_SOCK_DIAG = 4  # the netlink protocol that tells of sockets
+_SOCK_DIAG_BY_FAMILY = 20
+_UID_AT = 16 + 4 + 48 + 12  # behind the header, the kind, the identity and three numbers
+
+
+def name_tcp_peer(connection: socket.socket | Any) -> str:
+    """Returns who is at the other end of a TCP connection, for limits: the user where it is a process
+    of this host, else the address.
+    """
+    peer, own = connection.getpeername(), connection.getsockname()
+    name = f"tcp {peer[0]}"
+    if not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback:
+        return name
+    kind, everything = connection.family, 0xFFFF_FFFF
+    addresses = b"".join(socket.inet_pton(kind, end[0]).ljust(16, b"\0") for end in (peer, own))
+    question = struct.pack("=BBxxI", kind, socket.IPPROTO_TCP, everything)
+    question += struct.pack("!HH", peer[1], own[1]) + addresses
+    question += struct.pack("=III", 0, everything, everything)
+    header = struct.pack("=IHHII", 16 + len(question), _SOCK_DIAG_BY_FAMILY, 1, 0, 0)
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+            kernel.settimeout(0.1)
+            kernel.send(header + question)
+            answer = kernel.recv(4096)
+    except OSError:  # a kernel without it, or a system without netlink
+        return name
+    if struct.unpack_from("=H", answer, 4)[0] != _SOCK_DIAG_BY_FAMILY:  # it has closed already
+        return name
+    return f"{name} uid {struct.unpack_from('=I', answer, _UID_AT)[0]}"
+
+
 def authenticate_tcp_caller(
-    address: str, authorization: str, tokens: Sequence[Token], *, loopback: bool, certified: str
+    name: str, authorization: str, tokens: Sequence[Token], *, loopback: bool, certified: str
 ) -> Caller:
     """Returns the peer of a TCP connection.
 
     Args:
-        address: Its IP address.
+        name: Who it is for limits, see `name_tcp_peer`.
         authorization: Its `Authorization` header.
         tokens: The configured tokens.
         loopback: Whether the agent listens on loopback only.
@@ -123,7 +155,7 @@ def authenticate_tcp_caller(
     if certified and not tokens:
         return Caller(name=f"certificate {certified}", sees="all")
     if loopback:
-        return Caller(name=f"tcp {address}", sees="host")
+        return Caller(name=name, sees="host")
     raise HttpError(
         401,
         "a token is needed",
@@ -195,9 +227,12 @@ class RefusalCounter:
         return number + 1 if is_due else 0
 
 
+_FEW_CONNECTIONS = 4
+
+
 class ConnectionLimiter:
     """Limits the connections in total and of each peer, who may have half of them; root is not
-    counted.
+    counted. The last quarter is for peers with few, as those that read metrics are.
     """
 
     def __init__(self, access: Access) -> None:
@@ -210,9 +245,10 @@ class ConnectionLimiter:
         Raises:
             HttpError: `too-many-connections`.
         """
+        own, everybody = self.open_by_peer[peer.name], self.open_by_peer.total()
+        reserved = 0 if own < _FEW_CONNECTIONS else self.max_connections // 4
         if not peer.unlimited and (
-            self.open_by_peer.total() >= self.max_connections
-            or self.open_by_peer[peer.name] >= max(1, self.max_connections // 2)
+            everybody >= self.max_connections - reserved or own >= max(1, self.max_connections // 2)
         ):
             raise HttpError(
                 503,

@@ -34,6 +34,7 @@ from traceloom.server.access import (
     ConnectionLimiter,
     authenticate_tcp_caller,
     identify_unix_caller,
+    name_tcp_peer,
 )
 from traceloom.server.problem import HttpError, Problem, ProblemResponse
 from traceloom.server.settings import Access, Tcp, host_and_port
@@ -89,7 +90,7 @@ class AgentListener:
         """
         if self.loopback is None:
             return identify_unix_caller(transport.get_extra_info("socket"), self.access.group)
-        return Caller(name=f"tcp {transport.get_extra_info('peername')[0]}", sees="host")
+        return Caller(name=name_tcp_peer(transport.get_extra_info("socket")), sees="host")
 
     def identify(
         self, transport: asyncio.BaseTransport, peer: Caller
@@ -100,11 +101,11 @@ class AgentListener:
         certificate = transport.get_extra_info("peercert") or {}
         names = dict(pair for part in certificate.get("subject", ()) for pair in part)
         certified = names.get("commonName", "unnamed") if certificate else ""
-        return functools.partial(self._tcp, transport.get_extra_info("peername")[0], certified)
+        return functools.partial(self._tcp, peer.name, certified)
 
-    def _tcp(self, address: str, certified: str, headers: Headers) -> Caller:
+    def _tcp(self, name: str, certified: str, headers: Headers) -> Caller:
         peer = authenticate_tcp_caller(
-            address,
+            name,
             headers.get("authorization", ""),
             self.tcp.tokens,
             loopback=bool(self.loopback),

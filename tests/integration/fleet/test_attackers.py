@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,13 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.prometheus import free_port  # noqa: E402
 from support.running_agent import running_agent  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.users import (  # noqa: E402
     ANNA,
+    BERT,
     build_command,
     lend_shared_directory,
     needs_users,
@@ -178,3 +183,88 @@ def test_an_agent_of_a_host_with_impossible_programs_is_heard_and_says_so(tmp_pa
             program.kill()
             program.wait()
         service.end()
+
+
+def _status(
+    service: RunningService, path: str, authorization: str = "", method: str = "GET"
+) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+    connection.request(
+        method, path, headers={"Authorization": authorization} if authorization else {}
+    )
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+    return response.status
+
+
+def test_who_has_no_token_silences_no_host_no_probe_and_no_sign_in(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    host = _host(service, tmp_path)
+    ended = threading.Event()
+    codes: Counter[int] = Counter()
+
+    def flood() -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)
+        while not ended.is_set():
+            for path in (f"/api/v1/agents/{host.name}/work?wait=0", "/api/v1/captures"):
+                connection.request("GET", path, headers={"Authorization": "Bearer guess"})
+                response = connection.getresponse()
+                response.read()
+                codes[response.status] += 1
+        connection.close()
+
+    guesser = threading.Thread(target=flood)
+    guesser.start()
+    try:
+        until(lambda: codes[429] > 100)
+        for _ in range(30):
+            host.beat()
+            assert _status(service, "/healthz") == 200
+            assert service.ask("GET", "/api/v1/captures")[0] == 200
+        for _ in range(40):
+            service.browse("/sign-in", form={"token": "guess", "next": "/"})
+        assert service.browse("/sign-in", form={"token": "guess", "next": "/"}).status == 429
+        assert service.browse("/", service.signed_in()).status == 200
+    finally:
+        ended.set()
+        guesser.join()
+        host.close()
+        service.end()
+
+
+CONNECT = """
+import socket, sys
+import encodings.idna
+held = []
+for _ in range(int(sys.argv[2])):
+    try:
+        held.append(socket.create_connection(("127.0.0.1", int(sys.argv[1])), 5))
+        held[-1].sendall(b"GET /metr")
+    except OSError:
+        break
+print("connected", flush=True)
+sys.stdin.read()
+"""
+
+
+@needs_users
+def test_users_of_a_host_shut_nobody_out_who_reads_metrics(tmp_path: Path) -> None:
+    """Each of two has as many connections as it gets, over loopback, where all have one address."""
+    port = free_port()
+    settings = f'[tcp]\naddress = "127.0.0.1:{port}"\n[access]\nseconds = 60\n'
+
+    def read_metrics(uid: int) -> str:
+        words = ("curl", "-sS", "-m", "20", f"http://127.0.0.1:{port}/metrics")
+        return subprocess.run(
+            build_command(uid, *words), capture_output=True, text=True, check=True
+        ).stdout
+
+    with (
+        running_agent(tmp_path / "agent", settings),
+        start_python(ANNA, "-c", CONNECT, str(port), "300", stdin=subprocess.PIPE),
+        start_python(BERT, "-c", CONNECT, str(port), "300", stdin=subprocess.PIPE),
+    ):
+        assert "too many connections" in read_metrics(ANNA)
+        for uid in (0, 65534):
+            assert "traceloom_host_info" in read_metrics(uid)

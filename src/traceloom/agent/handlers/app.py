@@ -60,13 +60,12 @@ class AuthenticationMiddleware:
                 peer = identify(Headers(scope=scope))
             except HttpError:
                 address = (scope["client"] or ("",))[0]
-                self.rates.take(f"stranger {address}")
+                peer = Caller(name=f"stranger {address}", sees="host")
                 if path != "/healthz":
-                    raise
-                peer = Caller(name=f"tcp {address}", sees="host")
-            else:
-                if not peer.unlimited:
                     self.rates.take(peer.name)
+                    raise
+            if not peer.unlimited:  # whatever else is asked, it is heard that the agent lives
+                self.rates.take(f"health {peer.name}" if path == "/healthz" else peer.name)
             scope["state"]["peer"] = peer
             await self.app(scope, receive, counted)
         except HttpError as refusal:

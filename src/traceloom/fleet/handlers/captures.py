@@ -38,7 +38,9 @@ from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_reque
 from traceloom.server.routing import decode_body, decode_query, make_truncated_error
 
 if TYPE_CHECKING:
+    from starlette.datastructures import Headers
     from starlette.requests import Request
+    from starlette.types import Scope
 
     from traceloom.fleet.service.request_plan import FleetRequest
     from traceloom.fleet.service.requests import HostRegistry
@@ -177,6 +179,20 @@ class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
     body: type[msgspec.Struct] | None = None
     parameters: type[msgspec.Struct] | None = None
     refuses: tuple[int, ...] = ()
+
+
+def name_client(scope: Scope) -> str:
+    """Returns who sends a request, for limits before it says who it is: its address, or its user on
+    this host.
+    """
+    identify = scope.get("state", {}).get("identify")
+    return str(identify(None).name if identify else f"tcp {(scope['client'] or ('',))[0]}")
+
+
+def get_bearer(headers: Headers) -> str:
+    """Returns the token of a request; "" if it has none."""
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    return secret.strip() if scheme.lower() == "bearer" else ""
 
 
 def has_role(token: TokenRecord, role: Role) -> bool:

@@ -30,7 +30,7 @@ from traceloom.agent.fleet_link.protocol import (
     decode_heartbeat,
 )
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
-from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, has_role
+from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, get_bearer, has_role
 from traceloom.fleet.service.request_plan import FleetRequest, FleetState
 from traceloom.fleet.service.requests import MAX_WAIT_S, Choice, HostRegistry
 from traceloom.fleet.store.hosts import JobFacts
@@ -440,8 +440,7 @@ def _require_own_host(
 
 
 def _check_host(context: FleetRequestContext, registry: HostRegistry, host: str) -> None:
-    scheme, _, credential = context.request.headers.get("authorization", "").partition(" ")
-    registry.check_host(host, credential.strip() if scheme.lower() == "bearer" else "")
+    registry.check_host(host, get_bearer(context.request.headers))
 
 
 async def _enrol(context: FleetRequestContext) -> HostCredentials:

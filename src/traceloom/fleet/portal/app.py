@@ -22,7 +22,7 @@ from starlette.routing import Route as Endpoint
 
 from traceloom.errors import TraceloomError
 from traceloom.fleet.api import TokenName
-from traceloom.fleet.handlers.captures import FleetRequestContext
+from traceloom.fleet.handlers.captures import FleetRequestContext, name_client
 from traceloom.fleet.portal import page as layout
 from traceloom.fleet.portal.live import LiveContent, LivePages
 from traceloom.fleet.portal.page import Page, load_assets
@@ -126,8 +126,9 @@ class SessionAuthentication:
         Raises:
             HttpError: `too-many-requests`; `unknown-token`, for any invalid token.
         """
-        self.tries.take(request.client.host if request.client else "")
         token = await asyncio.to_thread(self.state.token, token_text)
+        if token is None:  # who has one is not kept out by who guesses at the same address
+            self.tries.take(name_client(request.scope))
         actor = "" if token is None else token.name
         await asyncio.to_thread(
             self.state.note, actor, "POST /sign-in", "unknown-token" if token is None else "done"

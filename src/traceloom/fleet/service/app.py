@@ -21,7 +21,9 @@ from traceloom.fleet.handlers.captures import (
     FLEET_ROUTES,
     FleetRequestContext,
     FleetRoute,
+    get_bearer,
     has_role,
+    name_client,
 )
 from traceloom.fleet.handlers.hosts import (
     AGENTS_PATH,
@@ -94,20 +96,22 @@ class FleetAuthenticationMiddleware:
             self.service.requests.labels(scope["state"].get("route", "other"), code).inc()
 
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
-        address = f"tcp {(scope['client'] or ('',))[0]}"
+        if scope["path"] in _PUBLIC_PATHS:  # who watches it is not limited by what others do
+            return _ANONYMOUS_TOKEN
+        address = name_client(scope)
         if version_error := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
             raise version_error
         # Hosts show their own credential, which their routes check.
         if scope["path"].startswith(AGENTS_PATH):
             host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]
-            self.rates.take(address if host == "enrol" else f"host {host}")
+            registry = self.service.hosts
+            is_host = registry is not None and registry.is_host(host, get_bearer(headers))
+            self.rates.take(f"host {host}" if is_host else address)
             return _ANONYMOUS_TOKEN
-        scheme, _, secret = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
+        secret = get_bearer(headers)
+        if not secret:
             self.rates.take(address)
-            if scope["path"] in _PUBLIC_PATHS:
-                return _ANONYMOUS_TOKEN
             raise HttpError(
                 401,
                 "a token is needed",
@@ -115,7 +119,7 @@ class FleetAuthenticationMiddleware:
                 hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
                 "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
             )
-        token = await asyncio.to_thread(self.service.state.token, secret.strip())
+        token = await asyncio.to_thread(self.service.state.token, secret)
         if token is None:
             self.rates.take(address)
             raise HttpError(

@@ -209,13 +209,17 @@ class HostRegistry:
         self.members[enrolment.host] = hash_secret(credential)
         return HostCredentials(host=enrolment.host, credential=credential)
 
+    def is_host(self, host: str, credential: str) -> bool:
+        """Returns whether this is the credential of a host."""
+        return hmac.compare_digest(self.members.get(host, ""), hash_secret(credential))
+
     def check_host(self, host: str, credential: str) -> None:
         """Checks the credential of a host.
 
         Raises:
             HttpError: `unknown-host`.
         """
-        if not hmac.compare_digest(self.members.get(host, ""), hash_secret(credential)):
+        if not self.is_host(host, credential):
             raise HttpError(
                 401,
                 "this host does not belong to the fleet",
