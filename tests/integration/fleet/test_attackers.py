@@ -268,3 +268,47 @@ def test_users_of_a_host_shut_nobody_out_who_reads_metrics(tmp_path: Path) -> No
         assert "too many connections" in read_metrics(ANNA)
         for uid in (0, 65534):
             assert "traceloom_host_info" in read_metrics(uid)
+
+
+def _open_stream(service: RunningService, path: str, **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection.request("GET", path, headers={"Accept": "text/event-stream", **headers})
+    response = connection.getresponse()
+    assert response.status == 200, response.read()
+    response.connection = connection  # type: ignore[attr-defined]
+    return response
+
+
+def test_streams_end_with_the_token_or_the_session_of_their_reader(tmp_path: Path) -> None:
+    """Each reads to its end: the connection's time-out fails the test where there is none."""
+    service = RunningService(tmp_path)
+    host = _host(service, tmp_path)
+    try:
+        host.beat()
+        request = service.ask(
+            "POST", "/api/v1/requests", body={"spec": {"job": "job", "steps": 2}}
+        )[1]
+        path = f"/api/v1/requests/{request['id']}/events"
+        tokens = [
+            service.ask("POST", "/api/v1/tokens", body={"name": f"t{n}", "role": "viewer", **more})[
+                1
+            ]["token"]
+            for n, more in enumerate(({}, {"days": 4 / 86_400}, {}))
+        ]
+        cookie = service.signed_in(tokens[2])
+        streams = [
+            *(_open_stream(service, path, Authorization=f"Bearer {token}") for token in tokens[:2]),
+            _open_stream(service, f"/requests/{request['id']}", Cookie=cookie),
+        ]
+        for name in ("t0", "t2"):
+            assert service.ask("DELETE", f"/api/v1/tokens/{name}")[0] == 200
+        for stream in streams:
+            stream.read()
+            stream.connection.close()  # type: ignore[attr-defined]
+        assert service.ask("GET", path.removesuffix("/events"))[1]["state"] not in {
+            "done",
+            "failed",
+        }
+    finally:
+        host.close()
+        service.end()

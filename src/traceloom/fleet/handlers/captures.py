@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timezone
 from functools import partial
@@ -198,6 +198,38 @@ def get_bearer(headers: Headers) -> str:
 def has_role(token: TokenRecord, role: Role) -> bool:
     """Returns whether a token has at least a role: each role includes those before it."""
     return ROLES.index(token.role) >= ROLES.index(role)
+
+
+_RECHECK_S = 2.0  # between looks whether the reader of a stream still may read it
+_KEEP_ALIVE_S = 15.0
+
+
+async def send_events(
+    events: AsyncGenerator[bytes, None], may_read: Callable[[], Awaitable[bool]]
+) -> AsyncIterator[bytes]:
+    """Yields server-sent events, and signs of life between them, for as long as their reader may
+    read: tokens and sessions end while streams last.
+    """
+    loop = asyncio.get_running_loop()
+    coming = asyncio.ensure_future(anext(events))
+    silent_s = loop.time()
+    try:
+        while True:
+            done, _ = await asyncio.wait({coming}, timeout=_RECHECK_S)
+            if not await may_read():
+                return
+            if done:
+                yield coming.result()
+                coming, silent_s = asyncio.ensure_future(anext(events)), loop.time()
+            elif loop.time() - silent_s >= _KEEP_ALIVE_S:
+                yield b": alive\n\n"
+                silent_s = loop.time()
+    except (StopAsyncIteration, TraceloomError):  # they are over, or the state does not answer
+        return
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await events.aclose()
 
 
 @asynccontextmanager

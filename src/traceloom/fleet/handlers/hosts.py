@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from heapq import nlargest
 from operator import attrgetter
 from typing import Annotated, TypeAlias
@@ -30,15 +30,19 @@ from traceloom.agent.fleet_link.protocol import (
     decode_heartbeat,
 )
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
-from traceloom.fleet.handlers.captures import FleetRequestContext, FleetRoute, get_bearer, has_role
+from traceloom.fleet.handlers.captures import (
+    FleetRequestContext,
+    FleetRoute,
+    get_bearer,
+    has_role,
+    send_events,
+)
 from traceloom.fleet.service.request_plan import FleetRequest, FleetState
 from traceloom.fleet.service.requests import MAX_WAIT_S, Choice, HostRegistry
 from traceloom.fleet.store.hosts import JobFacts
 from traceloom.server.problem import HttpError, HttpResponseBody
 from traceloom.server.routing import make_truncated_error
 from traceloom.system.text import ONE_LINE, OPTIONAL_HOST
-
-_KEEP_ALIVE_S = 15.0
 
 
 class HostResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -315,26 +319,18 @@ async def _cancel_request(context: FleetRequestContext) -> FleetRequestResponse:
 async def _watch_request(context: FleetRequestContext) -> Response:
     request = context.fleet_request()
 
-    async def events() -> AsyncIterator[bytes]:
-        changes = context.hosts().changes(request.id)
-        coming: asyncio.Future[FleetRequest] = asyncio.ensure_future(anext(changes))
-        try:
-            while True:
-                done, _ = await asyncio.wait({coming}, timeout=_KEEP_ALIVE_S)
-                if not done:
-                    yield b": alive\n\n"
-                    continue
-                try:
-                    current = coming.result()
-                except StopAsyncIteration:
-                    return
-                yield b"data: " + msgspec.json.encode(build_request_answer(current)) + b"\n\n"
-                coming = asyncio.ensure_future(anext(changes))
-        finally:
-            coming.cancel()
+    async def events() -> AsyncGenerator[bytes, None]:
+        async for current in context.hosts().changes(request.id):
+            yield b"data: " + msgspec.json.encode(build_request_answer(current)) + b"\n\n"
+
+    async def may_read() -> bool:
+        secret = get_bearer(context.request.headers)
+        return await asyncio.to_thread(context.service.state.token, secret) is not None
 
     return StreamingResponse(
-        events(), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        send_events(events(), may_read),
+        media_type="text/event-stream",
+        headers={"Cache-Control": "no-store"},
     )
 
 
@@ -434,7 +430,9 @@ def _require_own_host(
     async def respond(context: FleetRequestContext) -> msgspec.Struct | Response:
         registry, host = context.hosts(), context.request.path_params["host"]
         _check_host(context, registry, host)
-        return await answer(context, registry, host)
+        response = await answer(context, registry, host)
+        _check_host(context, registry, host)  # it may have been removed while it waited
+        return response
 
     return respond
 

@@ -22,7 +22,7 @@ from starlette.routing import Route as Endpoint
 
 from traceloom.errors import TraceloomError
 from traceloom.fleet.api import TokenName
-from traceloom.fleet.handlers.captures import FleetRequestContext, name_client
+from traceloom.fleet.handlers.captures import FleetRequestContext, name_client, send_events
 from traceloom.fleet.portal import page as layout
 from traceloom.fleet.portal.live import LiveContent, LivePages
 from traceloom.fleet.portal.page import Page, load_assets
@@ -349,7 +349,7 @@ class Portal:
                 if request.method == "POST":
                     return await self._acted(page, visit)
                 if page.live and "text/event-stream" in request.headers.get("accept", ""):
-                    return await self._events(page, visit, request.headers.get("last-event-id", ""))
+                    return await self._events(page, visit, request)
                 if name := request.query_params.get("table"):
                     return await _download(page, visit, name, request.query_params.get("as", "csv"))
                 visit.max_wait_s = PAGE_WAIT_S
@@ -406,7 +406,10 @@ class Portal:
             return RedirectResponse(after, 303)
         return await self._shown(page, visit, after)
 
-    async def _events(self, page: Page[object], visit: PageRequest, last: str) -> Response:
+    async def _events(
+        self, page: Page[object], visit: PageRequest, request: Request
+    ) -> Response:
+        last = request.headers.get("last-event-id", "")
         everybody = PageRequest(self.service, _ANONYMOUS_TOKEN, visit.address, visit.names)
         key = visit.address.canonical_url
 
@@ -421,7 +424,12 @@ class Portal:
         self.live.check_room(key)
         if self.service.hosts is None:
             await look()  # hands it on, where it needs the leader
-        return StreamingResponse(self.live.events(key, look, last), media_type="text/event-stream")
+
+        async def may_read() -> bool:
+            return await self.readers.reader(request) is not None
+
+        events = send_events(self.live.events(key, look, last), may_read)
+        return StreamingResponse(events, media_type="text/event-stream")
 
     # Refusals.
 
