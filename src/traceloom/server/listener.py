@@ -280,7 +280,7 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
         OutputError: `agent-runs`: another agent has the socket; `socket-unusable`.
     """
     tls, loopback = build_tls_context(tcp) if tcp.address else (None, True)
-    state = ServerState()
+    state = build_server_state(tls)
     connections = ConnectionLimiter(access)
     uvicorn_config = build_uvicorn_config(app, access.seconds)
 
@@ -313,6 +313,16 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
         listeners.servers.append(server)
         listeners.tcp_address = server.sockets[0].getsockname()[:2]
     return listeners
+
+
+def build_server_state(tls: ssl.SSLContext | None) -> ServerState:
+    """Returns the state of a listener; over TLS it tells browsers to come by TLS alone from then
+    on.
+    """
+    state = ServerState()
+    if tls is not None:
+        state.default_headers = [(b"strict-transport-security", b"max-age=31536000")]
+    return state
 
 
 def build_uvicorn_config(app: ASGIApp, seconds: float) -> UvicornConfig:

@@ -51,6 +51,17 @@ def replace_json_surrogates(value: Any) -> tuple[Any, int]:
     return result, changed
 
 
+# The number of an error, and the directories of an absolute path, but not of an address.
+_OF_THIS_HOST = re.compile(r"\[Errno -?\d+\] |(?<![\w.:/@-])/(?:[^\s'\"`():;,/]+/)+")
+
+
+def hide_paths(text: str) -> str:
+    """Returns what went wrong as others than the administrator may read it: where files of this host
+    lie is left out.
+    """
+    return _OF_THIS_HOST.sub("", text)
+
+
 def encode_utf8(text: str) -> bytes:
     """Returns the text as UTF-8, without lone surrogates."""
     return replace_surrogates(text).encode("utf-8")

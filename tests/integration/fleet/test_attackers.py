@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -28,6 +31,7 @@ from support.users import (  # noqa: E402
     start_python,
 )
 from support.waiting import until  # noqa: E402
+from traceloom.cli.upload import upload  # noqa: E402
 
 LOCK = """
 import fcntl, os, sys, time
@@ -311,4 +315,61 @@ def test_streams_end_with_the_token_or_the_session_of_their_reader(tmp_path: Pat
         }
     finally:
         host.close()
+        service.end()
+
+
+def test_details_name_no_place_of_the_server_to_who_does_not_run_it(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    try:
+        broken = tmp_path / "rank0.json"
+        broken.write_text("no trace")
+        capture = upload(service.client(), broken)["id"]
+        until(lambda: service.client().get(f"captures/{capture}")["state"] == "quarantined")
+        viewer = service.ask("POST", "/api/v1/tokens", body={"name": "v", "role": "viewer"})[1][
+            "token"
+        ]
+        texts = [
+            json.dumps(service.ask("GET", path, viewer)[1])
+            for path in (
+                "/api/v1/check",
+                f"/api/v1/captures/{capture}",
+                f"/api/v1/captures/{capture}/report",
+            )
+        ]
+        shutil.rmtree(tmp_path / "store" / "captures")
+        texts.append(
+            json.dumps(
+                service.ask("GET", f"/api/v1/captures/{capture}/files/rank0.json", viewer)[1]
+            )
+        )
+        for text in texts:
+            assert "Errno" not in text
+            assert str(tmp_path) not in text
+            assert "/tmp/" not in text
+        assert "rank0.json" in texts[1], "what is wrong is said all the same"
+        assert str(tmp_path) in json.dumps(service.ask("GET", "/api/v1/check")[1])
+    finally:
+        service.end()
+
+
+def test_browsers_are_told_to_come_by_tls_alone(tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    done = subprocess.run(
+        [*command, "-keyout", str(key), "-out", str(certificate)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("openssl makes no certificate here")
+    service = RunningService(tmp_path, "--certificate", str(certificate), "--key", str(key))
+    try:
+        context = ssl.create_default_context(cafile=str(certificate))
+        for path in ("/sign-in", "/healthz", "/api/v1/captures"):
+            connection = http.client.HTTPSConnection("127.0.0.1", service.port, context=context)
+            connection.request("GET", path)
+            assert (
+                connection.getresponse().headers["Strict-Transport-Security"] == "max-age=31536000"
+            )
+            connection.close()
+    finally:
         service.end()

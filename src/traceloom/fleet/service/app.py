@@ -43,6 +43,7 @@ from traceloom.server.problem import (
     other_api_version,
 )
 from traceloom.server.routing import build_openapi_document
+from traceloom.system.text import hide_paths
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -137,7 +138,11 @@ def convert_to_unavailable(error: TraceloomError) -> HttpError:
     client.
     """
     return HttpError(
-        503, error.message, slug=error.slug, hint="its administrator sees more", retry_s=5
+        503,
+        hide_paths(error.message),
+        slug=error.slug,
+        hint="its administrator sees more",
+        retry_s=5,
     )
 
 

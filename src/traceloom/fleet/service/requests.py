@@ -72,6 +72,7 @@ from traceloom.fleet.store.hosts import JobFacts
 from traceloom.formats import capture_document
 from traceloom.server.problem import HttpError
 from traceloom.system.files import compute_sha256
+from traceloom.system.text import hide_paths
 
 LOG = logging.getLogger("traceloom.collect")
 FRESHNESS_NS = 60_000_000_000  # a host that was silent for longer is lost
@@ -881,13 +882,13 @@ class RequestCompletion:
                 if slug == "not-leading":
                     return  # another service owns it now
                 LOG.warning("request %s: %s", request.id, error)
-                fault = str(error)
+                fault = hide_paths(str(error))
                 if slug in _FINAL_FAULTS or time.monotonic() > until:
                     break
             except Exception as error:
                 # A defect here must not leave the request hanging.
                 LOG.exception("request %s cannot be joined", request.id)
-                fault = f"a defect of the service: {type(error).__name__}: {error}"
+                fault = f"a defect of the service: {type(error).__name__}: {hide_paths(str(error))}"
                 break
             await asyncio.sleep(_PAUSE_S)
         with contextlib.suppress(TraceloomError):  # the registry stores it as soon as it can

@@ -425,12 +425,11 @@ async def serve(
         InputError: `tcp-without-tls`, `tls-unusable`, `wrong-config`.
         OutputError: `socket-unusable`: the address is not available.
     """
-    from uvicorn.server import ServerState
-
     from traceloom.fleet.service.app import build_fleet_app
     from traceloom.fleet.service.forwarding import LeaderForwarding
     from traceloom.server.listener import (
         TimeoutHttpProtocol,
+        build_server_state,
         build_tls_context,
         build_uvicorn_config,
     )
@@ -439,7 +438,7 @@ async def serve(
     host, port = host_and_port(tcp.address)
     forwarding = LeaderForwarding(app or build_fleet_app(service), service, tcp.certificate)
     config = build_uvicorn_config(forwarding, service.limits.seconds)
-    connections, listener = ServerState(), FleetListener(service.limits)
+    connections, listener = build_server_state(tls), FleetListener(service.limits)
     loop, stop_event = asyncio.get_running_loop(), asyncio.Event()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop_event.set)
