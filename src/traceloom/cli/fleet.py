@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from traceloom.cli import options as types
 from traceloom.cli.options import VerbAction, VerbOption, add_actions, declare_options
 from traceloom.cli.upload import FleetClient, add_server, create_fleet_client, insert_server_options
-from traceloom.errors import CheckError, OutputError, UsageError, unreadable
+from traceloom.errors import CheckError, InputError, OutputError, UsageError, unreadable
 from traceloom.fleet.questions.catalogue import QUESTIONS
 from traceloom.fleet.questions.declaration import Question, describe_parameters
 from traceloom.fleet.rules import MAX_BYTES
@@ -889,6 +889,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> int:
     from traceloom.cli.trace import download
+    from traceloom.system.files import compute_sha256
 
     if args.output.exists() or args.output.is_symlink():
         message = "there is something already"
@@ -898,8 +899,13 @@ def _fetch(args: argparse.Namespace) -> int:
     client, route = create_fleet_client(args), f"captures/{args.capture}"
 
     def fetch(name: str, path: Path) -> None:
-        with path.open("xb") as file:
+        with path.open("x+b") as file:
             client.fetch(f"{route}/files/{name}", file)
+            file.seek(0)
+            if compute_sha256(file) != answer["digests"][name]:
+                raise InputError(
+                    "the file is another than was uploaded", slug="upload-differs", where=name
+                )
 
     answer = client.get(route)
     download(args.output, answer["files"], fetch)

@@ -71,7 +71,8 @@ class TaskResponse(HttpResponseBody, frozen=True):
 class CaptureResponse(HttpResponseBody, frozen=True):
     """A capture.
 
-    `state`: of its last task; "" where its files are not all there. `files`: name -> bytes.
+    `state`: of its last task; "" where its files are not all there. `files`: name -> bytes;
+    `digests`: name -> SHA-256 in hexadecimal.
     """
 
     id: str
@@ -83,6 +84,7 @@ class CaptureResponse(HttpResponseBody, frozen=True):
     state: TaskState | Literal[""]
     tasks: list[TaskResponse]
     files: dict[str, int]
+    digests: dict[str, str]
 
 
 class CapturesParameters(HttpResponseBody, frozen=True, forbid_unknown_fields=True):

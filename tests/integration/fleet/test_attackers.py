@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
@@ -10,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -18,9 +20,11 @@ import pytest
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
+from support.fleet import places  # noqa: E402
 from support.prometheus import free_port  # noqa: E402
 from support.running_agent import running_agent  # noqa: E402
 from support.running_service import RunningService  # noqa: E402
+from support.sessions import busy_step  # noqa: E402
 from support.simulated_hosts import SimulatedHost, ranked_process  # noqa: E402
 from support.users import (  # noqa: E402
     ANNA,
@@ -32,6 +36,8 @@ from support.users import (  # noqa: E402
 )
 from support.waiting import until  # noqa: E402
 from traceloom.cli.upload import upload  # noqa: E402
+from traceloom.fleet.store.objects import ObjectStore  # noqa: E402
+from traceloom.testing import TraceBuilder  # noqa: E402
 
 LOCK = """
 import fcntl, os, sys, time
@@ -371,5 +377,61 @@ def test_browsers_are_told_to_come_by_tls_alone(tmp_path: Path) -> None:
                 connection.getresponse().headers["Strict-Transport-Security"] == "max-age=31536000"
             )
             connection.close()
+    finally:
+        service.end()
+
+
+def test_files_of_an_object_store_stay_as_they_were_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = places("shared", tmp_path, monkeypatch)
+    service = RunningService(tmp_path, "--store", where.store, "--state", where.state)
+    try:
+        trace = tmp_path / "rank0.json"
+        made = TraceBuilder(0)
+        busy_step(made, 0, 0)
+        made.write(trace)
+        content = trace.read_bytes()
+        announced = [
+            {
+                "name": trace.name,
+                "size": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
+        ]
+        answer = service.ask("POST", "/api/v1/captures", body={"files": announced, "job": ""})[1]
+        url, route = answer["uploads"][0]["url"], f"/api/v1/captures/{answer['id']}"
+
+        def send(body: bytes) -> None:
+            urllib.request.urlopen(
+                urllib.request.Request(
+                    url, body, {"Content-Type": "application/octet-stream"}, method="PUT"
+                )
+            ).close()
+
+        send(content)
+        assert (
+            service.ask("POST", "/api/v1/captures", body={"files": announced, "job": ""})[1][
+                "uploads"
+            ]
+            == []
+        )
+        code, capture = service.ask("POST", f"{route}/complete")
+        assert (code, capture["digests"]) == (200, {trace.name: announced[0]["sha256"]})
+        send(bytes(len(content)))  # whoever has the signed address still may
+        until(lambda: service.ask("GET", route)[1]["state"] == "committed")
+        assert service.ask("GET", f"{route}/files/{trace.name}") == (200, content)
+        service.run("fleet", "fetch", answer["id"], "-o", str(tmp_path / "fetched"))
+        assert (tmp_path / "fetched" / trace.name).read_bytes() == content
+        # Somebody who may write to the store changes it there.
+        objects = ObjectStore(where.store)
+        objects.copy(
+            f"incoming/{capture['day']}/{answer['id']}/{trace.name}",
+            f"captures/{capture['day']}/{answer['id']}/{trace.name}",
+        )
+        code, refused = service.ask("GET", f"{route}/files/{trace.name}")
+        assert (code, refused["error"]["slug"]) == (503, "upload-differs")
+        service.run("fleet", "fetch", answer["id"], "-o", str(tmp_path / "again"), code=3)
+        assert not (tmp_path / "again").exists()
     finally:
         service.end()

@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from traceloom.fleet.service.request_plan import FleetRequest
     from traceloom.fleet.service.requests import HostRegistry
     from traceloom.fleet.service.service import FleetService
+    from traceloom.fleet.store.objects import ObjectStore
     from traceloom.fleet.triggers import FleetTriggerEngine
 
 
@@ -321,10 +323,9 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceResponse:
     def missing() -> list[forms.UploadTarget]:
         objects, targets = context.service.objects, []
         for file in capture.files:
-            name = f"{get_capture_directory(capture)}/{file.name}"
-            if objects.size(name) != file.size:
+            if _find_upload(objects, capture, file) is None:
                 url = (
-                    objects.upload_url(name, _UPLOAD_TIMEOUT_S)
+                    objects.upload_url(_get_incoming_name(capture, file), _UPLOAD_TIMEOUT_S)
                     or f"/api/v1/captures/{capture.id}/files/{file.name}"
                 )
                 targets.append(forms.UploadTarget(name=file.name, url=url))
@@ -333,6 +334,20 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceResponse:
     uploads = await asyncio.to_thread(missing)
     await context.note(capture=capture.id)
     return forms.AnnounceResponse(id=capture.id, complete=False, uploads=uploads)
+
+
+def _get_incoming_name(capture: CaptureRecord, file: CaptureFile) -> str:
+    return f"incoming/{capture.day}/{capture.id}/{file.name}"
+
+
+def _find_upload(objects: ObjectStore, capture: CaptureRecord, file: CaptureFile) -> str | None:
+    """Returns the name of a file that has arrived: that in the capture, or in an object store that to
+    which it was sent; None if it has not.
+    """
+    names = [f"{get_capture_directory(capture)}/{file.name}"]
+    if objects.directory is None:
+        names.append(_get_incoming_name(capture, file))
+    return next((name for name in names if objects.size(name) == file.size), None)
 
 
 async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
@@ -390,11 +405,14 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
         wrong = []
         for file in capture.files:
             name = f"{get_capture_directory(capture)}/{file.name}"
-            size = service.objects.size(name)
-            if size != file.size:
+            sent = _find_upload(service.objects, capture, file)
+            if sent not in {None, name}:  # a signed URL could still change what was accepted
+                service.objects.copy(_get_incoming_name(capture, file), name)
+                sent = name if service.objects.size(name) == file.size else None
+            if service.objects.directory is None:
+                service.objects.delete(_get_incoming_name(capture, file))
+            if sent is None:
                 wrong.append(file.name)
-                if size is not None:  # a signed URL accepts anything
-                    service.objects.delete(name)
         if not wrong:
             service.pipeline.accept(capture)
         return wrong
@@ -425,6 +443,7 @@ def _build_capture_answer(capture: CaptureRecord, tasks: list[TaskRecord]) -> fo
             for t in tasks
         ],
         files={file.name: file.size for file in capture.files},
+        digests={file.name: file.sha256 for file in capture.files},
     )
 
 
@@ -452,6 +471,27 @@ async def _list_captures(context: FleetRequestContext) -> forms.CapturesResponse
     return forms.CapturesResponse(captures=await asyncio.to_thread(rows))
 
 
+def check_digest(chunks: Iterator[bytes], file: CaptureFile) -> Iterator[bytes]:
+    """Yields a file as it was accepted; if it is another now, the last part of it is missing.
+
+    Raises:
+        HttpError: `upload-differs`.
+    """
+    digest, held = hashlib.sha256(), b""
+    for chunk in chunks:
+        if held:
+            yield held
+        digest.update(chunk)
+        held = chunk
+    if digest.hexdigest() != file.sha256:
+        raise HttpError(
+            503,
+            f"{file.name} was changed in the store after it was accepted",
+            slug="upload-differs",
+        )
+    yield held
+
+
 async def _send_file(context: FleetRequestContext) -> Response:
     capture = await context.capture()
     file = context.file_of(capture)
@@ -461,8 +501,11 @@ async def _send_file(context: FleetRequestContext) -> Response:
     headers = {
         "Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'
     } | PAGE_HEADERS
-    chunks = context.service.objects.chunks(name)
-    return StreamingResponse(chunks, headers=headers, media_type="application/octet-stream")
+    chunks = check_digest(context.service.objects.chunks(name), file)
+    first = await asyncio.to_thread(next, chunks, b"")  # a small file is refused whole
+    return StreamingResponse(
+        chain((first,), chunks), headers=headers, media_type="application/octet-stream"
+    )
 
 
 async def _send_rendered(

@@ -1,7 +1,9 @@
 """Files of the service, in a directory or in an object store (S3, Google Cloud Storage or Azure).
 
-Captures are in `captures/DAY/ID/NAME`, their records in `announced/DAY/ID.json`, rows that wait for
-their commit in `analysed/TASK.zip`, rendered pages in `reports/`. Objects are written atomically and never changed afterwards.
+Captures are in `captures/DAY/ID/NAME`, their records in `announced/DAY/ID.json`; what clients send
+to signed URLs of an object store in `incoming/DAY/ID/NAME`, until it is complete and copied; rows
+that wait for their commit in `analysed/TASK.zip`, rendered pages in `reports/`. Objects are written
+atomically and never changed afterwards.
 """
 
 from __future__ import annotations
@@ -293,6 +295,19 @@ class ObjectStore:
                 yield bytes(chunk)
         except (BaseError, OSError) as error:
             raise self._unreadable(name, error) from error
+
+    def copy(self, name: str, to: str) -> None:
+        """Copies an object within an object store, such as one that a signed URL may still change.
+
+        Raises:
+            OutputError: `cannot-write`.
+        """
+        from obstore.exceptions import BaseError
+
+        try:
+            self._store.copy(check_object_name(name), check_object_name(to))
+        except (BaseError, OSError) as error:
+            raise _build_write_error(self._where(to), error) from error
 
     def delete(self, name: str) -> None:
         """Deletes an object if it exists.
