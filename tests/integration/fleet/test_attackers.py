@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections import Counter
 from pathlib import Path
@@ -434,4 +435,36 @@ def test_files_of_an_object_store_stay_as_they_were_accepted(
         service.run("fleet", "fetch", answer["id"], "-o", str(tmp_path / "again"), code=3)
         assert not (tmp_path / "again").exists()
     finally:
+        service.end()
+
+
+def test_nobody_uploads_into_the_job_of_another(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    host = _host(service, tmp_path)  # its process is Ada's
+    try:
+        host.beat()
+
+        def make(name: str, role: str = "requester") -> str:
+            body = {"name": name, "role": role}
+            return str(service.ask("POST", "/api/v1/tokens", body=body)[1]["token"])
+
+        ada, bert, operator = make("ada@laptop"), make("bert"), make("ops", "operator")
+
+        def announce(token: str, job: str, content: bytes = b"x") -> int:
+            sha256 = hashlib.sha256(content + token.encode()).hexdigest()
+            body = {"files": [{"name": "a.json", "size": 1, "sha256": sha256}], "job": job}
+            return service.ask("POST", "/api/v1/captures", token, body)[0]
+
+        assert [announce(token, "job") for token in (ada, bert, operator)] == [200, 403, 200]
+        until(lambda: service.ask("GET", "/api/v1/jobs")[1]["jobs"])
+        time.sleep(6)  # facts of jobs are written down every few seconds
+        host.processes = []
+        host.beat()
+        assert service.ask("GET", "/api/v1/jobs")[1]["jobs"] == [], "the job has ended"
+        assert [announce(token, "job", b"y") for token in (ada, bert, operator)] == [200, 403, 200]
+        # Of whom no host knows it is whose capture came first.
+        assert [announce(token, "mine") for token in (bert, ada, bert)] == [200, 403, 200]
+        assert announce(bert, "") == 200
+    finally:
+        host.close()
         service.end()

@@ -235,6 +235,27 @@ async def send_events(
         await events.aclose()
 
 
+async def check_own_job(context: FleetRequestContext, job: str) -> None:
+    """Checks that the client may trace a job, upload captures of it and make statements about it.
+
+    Raises:
+        HttpError: `not-allowed`.
+    """
+    if has_role(context.token, "operator"):
+        return
+    registry, name = context.service.hosts, context.token.name.partition("@")[0]
+    owners = (registry.users_of(job) if registry is not None else set()) or await asyncio.to_thread(
+        context.service.state.job_owners, job
+    )
+    if any(owner.partition("@")[0] != name for owner in owners):
+        raise HttpError(
+            403,
+            f"`{job}` is not the job of `{context.token.name}`",
+            slug="not-allowed",
+            hint="a token of a requester is called as its user is; an operator's are for all jobs",
+        )
+
+
 @asynccontextmanager
 async def _enter_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enters and leaves a blocking context manager in a thread."""
@@ -273,6 +294,8 @@ async def _check_service(context: FleetRequestContext) -> forms.FleetCheckRespon
 
 async def _announce(context: FleetRequestContext) -> forms.AnnounceResponse:
     body = await context.body(forms.AnnounceBody)
+    if body.job:
+        await check_own_job(context, body.job)
     limits, names = context.service.limits, [file.name for file in body.files]
     try:
         for name in names:

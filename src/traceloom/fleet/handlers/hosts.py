@@ -33,6 +33,7 @@ from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.fleet.handlers.captures import (
     FleetRequestContext,
     FleetRoute,
+    check_own_job,
     get_bearer,
     has_role,
     send_events,
@@ -271,29 +272,11 @@ def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> Fl
     )
 
 
-def check_own_job(context: FleetRequestContext, job: str) -> None:
-    """Checks that the client may trace a job and make statements about it.
-
-    Raises:
-        HttpError: `not-allowed`.
-    """
-    users = context.hosts().users_of(job) - {
-        context.token.name,
-        context.token.name.partition("@")[0],
-    }
-    if users and not has_role(context.token, "operator"):
-        raise HttpError(
-            403,
-            f"`{job}` is not the job of `{context.token.name}`",
-            slug="not-allowed",
-            hint="a token of a requester is called as its user is; an operator's traces all jobs",
-        )
-
-
 async def _submit_request(context: FleetRequestContext) -> FleetRequestResponse:
     body = await context.body(RequestBody)
     registry = context.hosts()
-    check_own_job(context, body.spec.job)
+    context.hosts()
+    await check_own_job(context, body.spec.job)
     request = await registry.submit(
         body.spec,
         context.token.name,
@@ -591,7 +574,7 @@ async def _store_job_statement(context: FleetRequestContext) -> JobStatementResp
             slug="no-such-job",
             hint="`traceloom fleet jobs`",
         )
-    check_own_job(context, job)
+    await check_own_job(context, job)
     stated_facts = {name: value for name, value in msgspec.structs.asdict(body).items() if value}
     facts = JobFacts(**stated_facts, user=min(users))
     changed = bool(

@@ -281,6 +281,18 @@ class JobFactState(StateDatabase):
                 )
         return changes
 
+    def job_owners(self, job: str) -> set[str]:
+        """Returns whose a job is: the user of whom hosts told last, else who uploaded its first
+        capture.
+        """
+        latest = "SELECT document FROM job_facts WHERE job = :job ORDER BY since_ns DESC LIMIT 1"
+        first = "SELECT uploader FROM captures WHERE job = :job ORDER BY received_ns LIMIT 1"
+        with self._transaction() as connection:
+            for row in self._rows(connection, latest, job=job):
+                if user := msgspec.json.decode(row["document"], type=JobFacts).user:
+                    return {user}
+            return {row["uploader"] for row in self._rows(connection, first, job=job)}
+
     def open_job_facts(
         self, limit: int, term: str, above: int = 0
     ) -> tuple[int, list[PendingFacts]] | None:
