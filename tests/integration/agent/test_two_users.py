@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,3 +178,66 @@ def test_a_lock_of_a_reader_stops_no_writer_of_a_history_that_all_could_read() -
         assert rows
         assert "others could use" in (directory / "log").read_text(encoding="utf-8")
         assert all(not path.stat().st_mode & 0o077 for path in directory.glob("agent.db*"))
+
+
+ASK = """
+import json, os, sys
+from pathlib import Path
+from traceloom.server.client import AgentClient
+client = AgentClient(Path(sys.argv[1]), 30)
+asked = {
+    "jobs": client.get("jobs"),
+    "processes": client.get("query", metric="job_processes", since="1d"),
+    "memory": client.get("query", metric="process_memory_bytes", by="job", since="1d"),
+}
+print(json.dumps(asked))
+"""
+
+
+def _start_sleeper(uid: int, **variables: str) -> subprocess.Popen[bytes]:
+    environment = {"PATH": "/usr/bin:/bin", **variables}
+    return subprocess.Popen(["sleep", "600"], user=uid, group=uid, cwd="/", env=environment)
+
+
+def test_a_name_of_a_job_makes_nobody_a_part_of_it() -> None:
+    with lend_shared_directory(0o755) as directory:
+        agent = Running(directory)
+        sleepers = [_start_sleeper(ANNA, SLURM_JOB_ID="4242", SLURM_JOB_NAME="secret")]
+
+        def read_jobs() -> dict[str, list[str]]:
+            rows = agent.client.get("jobs")["jobs"]
+            return {row["job"]: sorted(row["processes"]) for row in rows}
+
+        def ask(uid: int) -> dict[str, Any]:
+            done = run_python(uid, "-c", ASK, str(agent.socket))
+            return dict(json.loads(done.stdout))
+
+        try:
+            until(lambda: "slurm-4242" in read_jobs())
+            until(lambda: agent.client.get("query", metric="job_processes")["series"])
+            sleepers.append(
+                _start_sleeper(BERT, TRACELOOM_JOB="slurm-4242", RANK="0", WORLD_SIZE="1")
+            )
+            theirs = f"slurm-4242@uid {BERT}"
+            jobs = until(lambda: (jobs := read_jobs()).keys() >= {theirs} and jobs)
+            assert [key.split("@")[0] for key in jobs["slurm-4242"]] == [str(sleepers[0].pid)]
+            assert [key.split("@")[0] for key in jobs[theirs]] == [str(sleepers[1].pid)]
+            until(lambda: ask(BERT)["processes"]["series"])
+            for number, (uid, own) in enumerate(((ANNA, "slurm-4242"), (BERT, theirs))):
+                answers = ask(uid)
+                assert [row["job"] for row in answers["jobs"]["jobs"]] == [own]
+                for name in ("processes", "memory"):
+                    assert {row["labels"]["job"] for row in answers[name]["series"]} == {own}
+                assert all(row["values"][-1] == 1 for row in answers["processes"]["series"]), number
+            # The job ends; its name and what is known of it are nobody else's all the same.
+            sleepers[0].kill()
+            sleepers[0].wait()
+            until(lambda: "slurm-4242" not in read_jobs())
+            sleepers.append(_start_sleeper(BERT, TRACELOOM_JOB="slurm-4242"))
+            until(lambda: len(read_jobs()[theirs]) == 2)
+            assert {row["labels"]["job"] for row in ask(BERT)["processes"]["series"]} == {theirs}
+        finally:
+            for sleeper in sleepers:
+                sleeper.kill()
+                sleeper.wait()
+            agent.end()

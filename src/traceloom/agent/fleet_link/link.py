@@ -54,6 +54,7 @@ from traceloom.agent.fleet_link.protocol import (
 )
 from traceloom.agent.fleet_link.usage import UsageAccumulator, UsageOutbox
 from traceloom.agent.metrics import Reading
+from traceloom.agent.ownership.environment import parse_cgroup_paths
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.topline import JobAccounting
 from traceloom.agent.traces.requests import TraceRequest
@@ -385,6 +386,8 @@ class FleetConnection:
                         job=process.owner.job,
                         job_name=process.owner.name[:MAX_NAME_CHARS],
                         scheduler=process.owner.scheduler[:MAX_NAME_CHARS],
+                        scheduled=parse_cgroup_paths([process.cgroup]).get("job")
+                        == process.owner.job,
                         rank=process.owner.rank,
                         world_size=process.owner.world_size,
                         user=process.owner.user,

@@ -80,7 +80,8 @@ class HostDevice(FleetMessage, frozen=True, kw_only=True):
 class HostProcess(FleetMessage, frozen=True, kw_only=True):
     """A process that matters; "" and null: not known. `polls`: it is prepared for traces on demand.
 
-    `steps`: that it made since its agent heard of it. `hung`: processes of its job there make no
+    `scheduled`: its group of processes is that of its job, as its scheduler made it. `steps`: that it
+    made since its agent heard of it. `hung`: processes of its job there make no
     steps any more.
     """
 
@@ -90,6 +91,7 @@ class HostProcess(FleetMessage, frozen=True, kw_only=True):
     job: Name = ""
     job_name: Name = ""
     scheduler: Name = ""
+    scheduled: bool = False
     rank: NonNegativeInt | None = None
     world_size: NonNegativeInt | None = None
     user: Name = ""

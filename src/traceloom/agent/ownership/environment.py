@@ -396,7 +396,11 @@ def create_flight_variables() -> dict[str, str]:
     }
 
 
-_SLURM_CGROUP = re.compile(r"/job_(?P<job>\d+)(?:/|$)")
+_SLURM_CGROUP = re.compile(
+    r"/(?:[^/]*slurmstepd\.scope|slurm[^/]*/uid_\d+)/job_(?P<job>\d+)(?:/|$)"
+)
+# Below these a user may name groups as he likes, also as a scheduler does.
+_DELEGATED_CGROUP = re.compile(r"/user\.slice/|\.service/.*/job_")
 # `pod1234-...` below kubepods, whose dashes systemd's driver writes as underscores. Seen from a
 # pod's own cgroup namespace, the path of another pod starts with `..` and need not contain
 # kubepods.
@@ -415,7 +419,9 @@ def parse_cgroup_paths(paths: Iterable[str]) -> dict[str, str]:
     """
     facts: dict[str, str] = {}
     for path in paths:
-        if match := _SLURM_CGROUP.search(path):
+        if _DELEGATED_CGROUP.search(path):
+            pass
+        elif match := _SLURM_CGROUP.search(path):
             facts.setdefault("job", f"slurm-{match['job']}")
             facts.setdefault("scheduler", "slurm")
         elif match := _POD_IN_CGROUP.search(path):

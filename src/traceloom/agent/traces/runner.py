@@ -269,7 +269,11 @@ class TraceService:
             if polls is None and spec.attach and spec.pids:
                 ancestors = iterate_ancestors(self.registry.proc, process.parent_pid)
             if (
-                (not spec.job or process.owner.job == spec.job)
+                (
+                    spec.job in {"", owner.job, f"{owner.job}@{owner.user}"}
+                    if (owner := process.owner).job
+                    else not spec.job
+                )
                 and (not spec.ranks or process.owner.rank in spec.ranks)
                 # A launcher's pid selects its children; without polling only the process itself.
                 and (not spec.pids or not {process.pid, *ancestors}.isdisjoint(spec.pids))
