@@ -16,6 +16,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client"):
@@ -467,4 +468,51 @@ def test_nobody_uploads_into_the_job_of_another(tmp_path: Path) -> None:
         assert announce(bert, "") == 200
     finally:
         host.close()
+        service.end()
+
+
+def test_a_job_of_the_same_name_on_another_host_is_another_users(tmp_path: Path) -> None:
+    service = RunningService(tmp_path)
+    hosts = [_host(service, tmp_path, f"node{number}") for number in range(3)]
+    try:
+        hosts[0].processes = [ranked_process(0, "slurm-7", "ada")]
+        hosts[1].processes = [ranked_process(1, "slurm-7", "bert")]
+        hosts[2].processes = [ranked_process(1, "slurm-7", "ada")]
+        for host in (*hosts, *reversed(hosts)):
+            host.beat()
+        jobs = {
+            row["job"]: (row["user"], row["hosts"], row["ranks"])
+            for row in service.ask("GET", "/api/v1/jobs")[1]["jobs"]
+        }
+        assert jobs == {
+            "slurm-7": ("ada", ["node0", "node2"], 2),
+            "slurm-7@bert": ("bert", ["node1"], 1),
+        }
+        tokens = {
+            name: service.ask("POST", "/api/v1/tokens", body={"name": name, "role": "requester"})[
+                1
+            ]["token"]
+            for name in ("ada", "bert")
+        }
+        for name, codes in (("ada", [200, 403]), ("bert", [403, 200])):
+            asked = [
+                service.ask(
+                    "POST", "/api/v1/requests", tokens[name], {"spec": {"job": job, "steps": 2}}
+                )[0]
+                for job in jobs
+            ]
+            assert asked == codes, name
+        # The scheduler's own word takes the name from who only says it.
+        hosts[1].processes = [msgspec.structs.replace(hosts[1].processes[0], scheduled=True)]
+        for host in (*hosts, *hosts):
+            host.beat()
+        assert {
+            row["job"]: row["user"] for row in service.ask("GET", "/api/v1/jobs")[1]["jobs"]
+        } == {
+            "slurm-7": "bert",
+            "slurm-7@ada": "ada",
+        }
+    finally:
+        for host in hosts:
+            host.close()
         service.end()
