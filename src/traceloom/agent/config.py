@@ -25,7 +25,9 @@ else:
 
 SYSTEM_SOCKET = Path("/run/traceloom/agent.sock")
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
+Seconds = Positive
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
 class Paths(ConfigTable, frozen=True):
@@ -83,10 +85,10 @@ class Owners(ConfigTable, frozen=True):
 class HistorySettings(ConfigTable, frozen=True):
     """How long values are kept."""
 
-    interval: float = 10.0
-    hours: float = 24.0
-    max_mb: float = 200.0
-    recent_seconds: int = 600
+    interval: Seconds = 10.0
+    hours: Positive = 24.0
+    max_mb: Positive = 200.0
+    recent_seconds: PositiveInt = 600
 
 
 class Probes(ConfigTable, frozen=True):
@@ -100,14 +102,14 @@ class Traces(ConfigTable, frozen=True):
 
     abstract: bool = False  # also answer at dynolog's abstract name, where any user reaches any other's processes
     attach: bool = False  # also trace processes that were not prepared: their main thread is stopped, and runs our text
-    poll: int = 1  # seconds between polls of processes that `agent env` prepares
-    max_seconds: float = 60.0
-    max_steps: int = 1000
-    wait: float = 120.0  # for a process to be ready: to register, to step, to end its own profile
-    max_file_mb: float = 2000.0
-    max_mb_per_user: float = 10_000.0
-    max_requests_per_user: int = 16  # that run concurrently
-    keep_days: float = 7.0
+    poll: PositiveInt = 1  # seconds between polls of processes that `agent env` prepares
+    max_seconds: Seconds = 60.0
+    max_steps: PositiveInt = 1000
+    wait: Seconds = 120.0  # for a process to be ready: to register, to step, to end its own profile
+    max_file_mb: Positive = 2000.0
+    max_mb_per_user: Positive = 10_000.0
+    max_requests_per_user: PositiveInt = 16  # that run concurrently
+    keep_days: Positive = 7.0
 
 
 class FleetLink(ConfigTable, frozen=True):
@@ -127,22 +129,22 @@ class Hangs(ConfigTable, frozen=True):
 
     watch: bool = True
     bundles: bool = True  # keep stacks, collectives, devices and telemetry of a job that hangs
-    steps: float = 10.0  # no step for so many of the process's median steps
+    steps: Positive = 10.0  # no step for so many of the process's median steps
     least: Seconds = 60.0  # and at least for so long
     # A job that works without steps (checkpoint, evaluation) does not hang for so long.
     busy: Seconds = 1800.0
     every: Seconds = 3600.0  # between two bundles of a job
-    max_mb: float = 100.0  # of a bundle
-    max_bundles_per_user: int = 16
+    max_mb: Positive = 100.0  # of a bundle
+    max_bundles_per_user: PositiveInt = 16
 
 
 class Otlp(ConfigTable, frozen=True):
     """An OTLP/HTTP receiver for metrics."""
 
     endpoint: str = ""
-    period: float = 60.0
+    period: Seconds = 60.0
     headers: dict[str, str] = {}
-    timeout: float = 10.0
+    timeout: Seconds = 10.0
 
 
 # Labels of a process's owner, by which every rule can be filtered in addition to the labels of its
@@ -366,7 +368,7 @@ def _refuse_unknown(
                 + f"{f'`{prefix[:-1]}`' if prefix else 'it'} has {', '.join(fields)}",
             )
         for inner, kinds in _iterate_tables(value, fields[key].type) if key in fields else ():
-            inner_kind = kinds.get(inner.get("on", "")) or kinds.get("")
+            inner_kind = kinds.get(str(inner.get("on", ""))) or kinds.get("")
             if inner_kind is None:
                 raise InputError(
                     f'`{prefix}{key}` has no `on = "{inner.get("on", "")}"`',

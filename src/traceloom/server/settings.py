@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -38,10 +39,12 @@ class Access(ConfigTable, frozen=True):
     """Access and limits of clients of the unix socket."""
 
     group: str = ""  # sees all, as root does
-    requests_per_second: float = 200.0  # per peer
-    connections: int = 256
-    request_bytes: int = 1 << 20
-    seconds: float = 10.0  # for a client to send its request, and to read the response
+    requests_per_second: Annotated[float, msgspec.Meta(gt=0)] = 200.0  # per peer
+    connections: Annotated[int, msgspec.Meta(ge=1)] = 256
+    request_bytes: Annotated[int, msgspec.Meta(ge=1)] = 1 << 20
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = (
+        10.0  # for a client to send its request, and to read the response
+    )
 
 
 _ADDRESS = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:]+)\]|(?P<name>[^:\[\]]+)):(?P<port>\d{1,5})")

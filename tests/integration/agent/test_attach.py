@@ -294,6 +294,26 @@ def test_one_that_does_not_see_the_directory_is_refused(
     assert (refused.slug, str(folder) in refused.detail) == ("not-mounted", True)
 
 
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
+def test_one_that_lacks_the_directory_is_refused_and_has_not_ended(
+    program: UnpreparedProgram, place: Path
+) -> None:
+    code = f"mount -t tmpfs none {place} && exec {sys.executable} -c 'print(\"up\", flush=True); input()'"
+    with subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as inside:
+        assert inside.stdout is not None
+        assert inside.stdout.readline() == "up\n"
+        refused = Attached(place).run(described(inside.pid), TIME, when="")
+        inside.communicate("\n")
+    assert (refused.slug, str(place) in refused.detail) == ("not-mounted", True)
+
+
 def test_memory_without_cuda_is_refused(program: UnpreparedProgram, place: Path) -> None:
     refused = Attached(place, AttachedMemoryProfiler).run(program.described(), TIME)
     assert (refused.slug, refused.detail) == ("no-cuda", "the program does not use CUDA")

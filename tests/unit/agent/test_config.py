@@ -168,3 +168,42 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
 def test_no_addresses(text: str) -> None:
     with pytest.raises(InputError, match="no address"):
         host_and_port(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[access]\nrequests_per_second = 0",
+        "[access]\nconnections = 0",
+        "[access]\nseconds = 0.0",
+        "[history]\ninterval = 0",
+        "[history]\nrecent_seconds = 0",
+        "[otlp]\nperiod = 0",
+        "[otlp]\nperiod = inf",
+        "[otlp]\ntimeout = -1",
+        "[traces]\npoll = 0",
+        "[collect]\nperiod = nan",
+        "[fleet]\nheartbeat = 0",
+    ],
+)
+def test_a_rate_or_a_period_of_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError) as error:
+        _load(tmp_path, text)
+    assert error.value.slug == "wrong-config"
+
+
+@pytest.mark.parametrize(
+    "value", ["[]", '["metric"]', "{a = 1}", "1", "2026-01-31", "true", "[[[]]]"]
+)
+def test_what_is_no_name_of_a_kind_of_rule_is_refused(tmp_path: Path, value: str) -> None:
+    with pytest.raises(InputError) as error:
+        _load(tmp_path, f'[[triggers]]\nname = "x"\non = {value}\n')
+    assert error.value.slug == "wrong-config"
+
+
+def test_two_agents_have_two_audit_logs() -> None:
+    paths = [
+        resolve_paths(Config(paths=Paths(history=f"/var/lib/{name}/agent.db"))).audit
+        for name in ("one", "two")
+    ]
+    assert paths == [Path("/var/lib/one/audit.jsonl"), Path("/var/lib/two/audit.jsonl")]

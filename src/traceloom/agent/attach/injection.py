@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.collectors.collector import read
+from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
 
 # Values of <linux/ptrace.h>.
@@ -448,7 +449,13 @@ def _check(pid: int, start_ticks: int, directory: str) -> None:
     )
     if tracer:
         raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
-    process_stat, host_stat = os.stat(f"/proc/{pid}/root{directory}"), os.stat(directory)  # noqa: PTH116
+    host_stat = os.stat(directory)  # noqa: PTH116
+    try:
+        process_stat = os.stat(f"/proc/{pid}/root{directory}")  # noqa: PTH116
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if not read_process_state(pid, start_ticks):
+            raise ProcessLookupError from error
+        raise _AttachFaultError(f"there is no {directory} for it", slug="not-mounted") from error
     if (process_stat.st_dev, process_stat.st_ino) != (host_stat.st_dev, host_stat.st_ino):
         raise _AttachFaultError(f"{directory} is another directory for it", slug="not-mounted")
 

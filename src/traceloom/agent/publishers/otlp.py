@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 from collections import defaultdict
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,6 +106,14 @@ class _LastMessageHandler(logging.Handler):
         self.words = record.getMessage()
 
 
+@cache
+def find_boot_ns() -> int:
+    """Returns when the host was started: one instant, however its clocks are corrected later, as sums
+    that begin at another one are other sums.
+    """
+    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
 def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
     """Returns the snapshot in the SDK's structures: cumulative sums with their start time, gauges,
     histograms.
@@ -117,7 +126,7 @@ def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     points_by_name: dict[str, tuple[Metric, list[export.NumberDataPoint]]] = {}
-    booted_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    booted_ns = find_boot_ns()
     for series, value, at_ns in host_snapshot.values():
         metric = METRICS[series[0]]
         if metric.name == "host_info":  # it is in the resource
@@ -198,7 +207,7 @@ def _build_attributes(series: SeriesKey, host_snapshot: Snapshot) -> dict[str, s
     )
     if kind:
         out["hw.type"] = kind
-    if kind == "gpu" and (device := host_snapshot.devices.get(labels["device"])):
+    if kind == "gpu" and (device := host_snapshot.devices.get(labels.get("device", ""))):
         described = {
             "hw.name": f"{device.model} {device.index}",
             "hw.vendor": device.vendor,

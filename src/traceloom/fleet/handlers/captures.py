@@ -435,6 +435,7 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
             if service.objects.directory is None:
                 service.objects.delete(_get_incoming_name(capture, file))
             if sent is None:
+                service.objects.delete(name)
                 wrong.append(file.name)
         if not wrong:
             service.pipeline.accept(capture)
@@ -553,7 +554,7 @@ async def _send_rendered(
             name = await asyncio.to_thread(service.pipeline.rendered, capture, task)
         except TaskError as error:
             raise HttpError(
-                503, f"the report cannot be rendered: {error}", slug="not-rendered"
+                503, f"the report cannot be rendered: {hide_paths(str(error))}", slug="not-rendered"
             ) from error
     download = (
         {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
@@ -760,7 +761,7 @@ async def _compare_captures(context: FleetRequestContext) -> Response:
             page = await asyncio.to_thread(service.pipeline.comparison, *pair)
         except TaskError as error:
             raise HttpError(
-                503, f"they cannot be compared: {error}", slug="not-rendered"
+                503, f"they cannot be compared: {hide_paths(str(error))}", slug="not-rendered"
             ) from error
     return StreamingResponse(
         service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html"

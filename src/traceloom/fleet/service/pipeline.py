@@ -43,6 +43,7 @@ from traceloom.fleet.store.database import LEADER
 from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import get_utc_day
 from traceloom.fleet.store.tables import Tables, unpack_rows
+from traceloom.system.text import hide_paths
 
 COMMIT_INTERVAL_S = 5.0
 _ROUNDS = 12  # minutes and jobs are committed every n-th round only, to avoid many small files
@@ -179,7 +180,8 @@ class CapturePipeline:
             if self._stop.is_set():
                 self.state.give_back(task.id, self.holder, 0)
             else:
-                self.state.fail(task.id, self.holder, str(error), final=error.final)
+                text = hide_paths(str(error))
+                self.state.fail(task.id, self.holder, text, final=error.final)
         except (
             TraceloomError,
             OSError,

@@ -28,7 +28,6 @@ from traceloom.errors import InputError, TraceloomError, unreadable
 from traceloom.fleet.store.objects import check_object_name
 from traceloom.system.files import compute_sha256, is_address, open_regular
 from traceloom.system.gzip_stream import GzipStream
-from traceloom.system.text import hide_paths
 
 BASE, NEW = "base", "new"
 """Folders of the two captures of a comparison."""
@@ -210,7 +209,7 @@ class TaskError(TraceloomError):
     """
 
     def __init__(self, message: str, *, final: bool = False) -> None:
-        super().__init__(hide_paths(message), slug="task-failed")
+        super().__init__(message, slug="task-failed")
         self.final = final
 
 

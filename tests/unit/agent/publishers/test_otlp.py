@@ -15,8 +15,9 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 
 from support.agent_server import full_board
 from traceloom.agent.config import Config, Otlp
-from traceloom.agent.metrics import METRICS
-from traceloom.agent.publishers.otlp import OtlpPublisher
+from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.publishers.otlp import OtlpPublisher, build_metrics_data
+from traceloom.agent.snapshot import Snapshot
 
 
 class Receiver(HTTPServer):
@@ -242,3 +243,18 @@ def test_counters_say_when_they_began_to_count(delivered) -> None:
         assert starts[name] == {host_snapshot.started_ns}
     for name in ("host_cpu_seconds_total", "gpu_energy_joules_total", "cgroup_cpu_seconds_total"):
         assert all(abs(start - booted_ns) < 10**9 for start in starts[name])
+
+
+def test_a_series_of_no_device_is_sent_and_sums_begin_at_one_instant() -> None:
+    host_snapshot = Snapshot()
+    host_snapshot.put("a", [Reading("gpu_power_watts", ("",), 1.0)], 5)
+    host_snapshot.put("b", [Reading("host_cpu_seconds_total", ("user",), 1.0)], 5)
+    starts = set()
+    for _ in range(3):
+        data = build_metrics_data(host_snapshot, Config())
+        metrics = data.resource_metrics[0].scope_metrics[0].metrics
+        assert len(metrics) == 2
+        starts |= {
+            point.start_time_unix_nano for metric in metrics for point in metric.data.data_points
+        }
+    assert len(starts) == 2, "that of a gauge, and that of the host"
