@@ -236,6 +236,19 @@ def test_a_name_of_a_job_makes_nobody_a_part_of_it() -> None:
             sleepers.append(_start_sleeper(BERT, TRACELOOM_JOB="slurm-4242"))
             until(lambda: len(read_jobs()[theirs]) == 2)
             assert {row["labels"]["job"] for row in ask(BERT)["processes"]["series"]} == {theirs}
+            # Nor after the agent has begun anew, and nobody is first any more.
+            for sleeper in sleepers[1:]:
+                sleeper.kill()
+                sleeper.wait()
+            agent.process.terminate()
+            agent.process.wait()
+            agent.start()
+            began = agent.client.get("status")["started_ns"]
+            sleepers.append(_start_sleeper(BERT, TRACELOOM_JOB="slurm-4242"))
+            series = until(lambda: ask(BERT)["processes"]["series"])
+            assert all(row["times_ns"][0] >= began for row in series), series
+            before = agent.client.get("query", metric="job_processes", since="1d")["series"]
+            assert any(row["times_ns"][0] < began for row in before)
         finally:
             for sleeper in sleepers:
                 sleeper.kill()

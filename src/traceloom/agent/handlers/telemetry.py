@@ -235,9 +235,13 @@ async def _query_metric_history(agent_request: AgentRequest) -> forms.QueryRespo
     conditions = [pair.partition("=") for pair in parameters.where.split(",") if pair]
     if invalid := [label for label, equals, _ in conditions if not equals]:
         raise make_bad_request(f"`where` has `{invalid[0]}`, which is no label=value")
+    since_ns = parse_time(parameters.since, now_ns)
+    if agent_request.peer.sees != "all" and {"job", "cgroup"} & set(metric.labels):
+        # Whose jobs and groups were of such names before the agent began is not known any more.
+        since_ns = max(since_ns, agent_request.agent.host_snapshot.started_ns)
     query = forms.HistoryQuery(
         metric=name,
-        since_ns=parse_time(parameters.since, now_ns),
+        since_ns=since_ns,
         until_ns=parse_time(parameters.until, now_ns) if parameters.until else now_ns,
         by=tuple(filter(None, parameters.by.split(","))),
         where={label: value for label, _, value in conditions},
