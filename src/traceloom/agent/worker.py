@@ -41,7 +41,8 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
         worker = WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
     except OSError as error:
         raise TraceloomError(
-            f"the task `{task}` did not start: {error}", slug="task-failed"
+            f"the task `{task}` did not start: {(error.strerror or str(error)).lower()}",
+            slug="task-failed",
         ) from error
     timer = threading.Timer(timeout_s, worker.kill)
     timer.daemon = True
@@ -77,7 +78,8 @@ async def run_alone(task: str, **arguments: Any) -> Any:
         worker = WorkerProcess("traceloom.agent.worker", quiet=True)
     except OSError as error:
         raise TraceloomError(
-            f"the task `{task}` did not start: {error}", slug="task-failed"
+            f"the task `{task}` did not start: {(error.strerror or str(error)).lower()}",
+            slug="task-failed",
         ) from error
     try:
         worker.send({"task": task, "arguments": arguments})

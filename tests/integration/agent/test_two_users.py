@@ -218,7 +218,7 @@ def test_a_name_of_a_job_makes_nobody_a_part_of_it() -> None:
             sleepers.append(
                 _start_sleeper(BERT, TRACELOOM_JOB="slurm-4242", RANK="0", WORLD_SIZE="1")
             )
-            theirs = f"slurm-4242@uid {BERT}"
+            theirs = f"slurm-4242@{BERT}"
             jobs = until(lambda: (jobs := read_jobs()).keys() >= {theirs} and jobs)
             assert [key.split("@")[0] for key in jobs["slurm-4242"]] == [str(sleepers[0].pid)]
             assert [key.split("@")[0] for key in jobs[theirs]] == [str(sleepers[1].pid)]

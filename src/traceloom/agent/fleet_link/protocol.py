@@ -150,24 +150,23 @@ _ROWS: dict[str, tuple[type[FleetMessage], int]] = {
 Row = TypeVar("Row")
 
 
-def keep_valid_rows(
-    name: str, rows: Sequence[Row], refused: Counter[str], max_bytes: int = _MAX_ROW_BYTES
-) -> list[Row]:
+def keep_valid_rows(name: str, rows: Sequence[Row], refused: Counter[str]) -> list[Row]:
     """Returns the rows of a heartbeat that fit the limits of their type, as sender and receiver
     apply them; counts the others by reason. Programs of users say what is in them.
     """
     kind, most = _ROWS[name]
     kept: list[Any] = []
+    size = 0
     for row in rows:
-        reason = f"{name}: more than {most:,} rows or {max_bytes >> 20} MB"
+        reason = f"{name}: more than {most:,} rows or {_MAX_ROW_BYTES >> 20} MB"
         try:
             line = msgspec.json.encode(row)
             valid = msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             reason = f"{name}: {describe_validation_error(str(error))}"
         else:
-            max_bytes -= len(line)
-            if len(kept) < most and max_bytes >= 0:
+            size += len(line)
+            if len(kept) < most and size <= _MAX_ROW_BYTES:
                 kept.append(valid)
                 continue
         refused[reason[:MAX_NAME_CHARS]] += 1

@@ -414,7 +414,7 @@ class OwnerResolver:
                 if not job or (scheduled[facts.key] == job) != is_scheduled:
                     continue
                 namespace, said_by = claims.get("namespace", ("", ""))
-                user = claims.get("user", (f"uid {facts.uid}", ""))[0]
+                user = claims.get("user", (facts.uid, ""))[0]
                 owner = namespace if said_by == "kubelet" else facts.uid
                 name = job
                 while True:

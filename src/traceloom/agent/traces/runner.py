@@ -270,7 +270,7 @@ class TraceService:
                 ancestors = iterate_ancestors(self.registry.proc, process.parent_pid)
             if (
                 (
-                    spec.job in {"", owner.job, f"{owner.job}@{owner.user}"}
+                    spec.job in {"", owner.job, f"{owner.job}@{owner.user or process.uid}"}
                     if (owner := process.owner).job
                     else not spec.job
                 )
