@@ -37,13 +37,7 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
         TraceloomError: `task-failed`: it could not start, raised, was killed, or took longer than
             `timeout_s`.
     """
-    try:
-        worker = WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
-    except OSError as error:
-        raise TraceloomError(
-            f"the task `{task}` did not start: {(error.strerror or str(error)).lower()}",
-            slug="task-failed",
-        ) from error
+    worker = _start(task, user)
     timer = threading.Timer(timeout_s, worker.kill)
     timer.daemon = True
     timer.start()
@@ -74,13 +68,7 @@ async def run_alone(task: str, **arguments: Any) -> Any:
         TraceloomError: `task-failed`: it could not start, raised or was killed; the message is its
             own.
     """
-    try:
-        worker = WorkerProcess("traceloom.agent.worker", quiet=True)
-    except OSError as error:
-        raise TraceloomError(
-            f"the task `{task}` did not start: {(error.strerror or str(error)).lower()}",
-            slug="task-failed",
-        ) from error
+    worker = _start(task, None)
     try:
         worker.send({"task": task, "arguments": arguments})
         answer = await asyncio.to_thread(next, worker.answers(), None)
@@ -94,6 +82,16 @@ async def run_alone(task: str, **arguments: Any) -> Any:
             answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed"
         )
     return answer["result"]
+
+
+def _start(task: str, user: int | None) -> WorkerProcess:
+    try:
+        return WorkerProcess("traceloom.agent.worker", quiet=True, user=user)
+    except OSError as error:
+        raise TraceloomError(
+            f"the task `{task}` did not start: {(error.strerror or str(error)).lower()}",
+            slug="task-failed",
+        ) from error
 
 
 def main() -> None:

@@ -59,9 +59,9 @@ from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.topline import JobAccounting
 from traceloom.agent.traces.requests import TraceRequest
 from traceloom.agent.traces.runner import TraceService
-from traceloom.errors import InputError, other_version, unreadable
+from traceloom.errors import InputError, OutputError, other_version, unreadable
 from traceloom.server.problem import HttpError
-from traceloom.system.files import compute_sha256
+from traceloom.system.files import compute_sha256, write
 
 MAX_ROUND_TRIPS = 16
 # Max drift between two clocks since a round trip; NTP assumes 15 ppm, undisciplined quartz has up
@@ -261,6 +261,7 @@ class FleetConnection:
             except (
                 ServiceError,
                 InputError,
+                OutputError,
                 sqlite3.Error,
                 OSError,
                 msgspec.MsgspecError,
@@ -312,12 +313,8 @@ class FleetConnection:
                 host=enrolled.host,
                 credential=enrolled.credential,
             )
-            self.membership.parent.mkdir(parents=True, exist_ok=True)
-            part = self.membership.with_name(f".{self.membership.name}.{os.getpid()}")
-            part.write_bytes(b"")
-            part.chmod(0o600)  # before the credential is written
-            part.write_bytes(msgspec.json.encode(member))
-            part.replace(self.membership)
+            document = msgspec.json.encode(member)
+            write(self.membership, lambda file: file.write(document), force=True, private=True)
         self.host = member.host
         for client in (self._beats, self._polls, self._uploads):
             client.credential = member.credential

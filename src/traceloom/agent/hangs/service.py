@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import shutil
 import time
@@ -40,7 +39,8 @@ from traceloom.agent.profilers.telemetry import is_relevant_series, select_job_l
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import StepCounter, StepPace
 from traceloom.agent.traces.files import TraceDirectories
-from traceloom.errors import TraceloomError, other_version
+from traceloom.errors import OutputError, TraceloomError, other_version
+from traceloom.system.files import write
 
 LOG = logging.getLogger("traceloom.agent")
 VERSION = 1
@@ -432,21 +432,10 @@ class HangService:
         """Replace the state file; blocks."""
         if document == self._written:
             return
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(
-                temporary,
-                os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-            )
-            with os.fdopen(handle, "wb") as file:
-                file.write(document)
-            temporary.replace(self.path)
-        except OSError as error:
-            self.last_error = f"{self.path}: {(error.strerror or str(error)).lower()}"
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            write(self.path, lambda file: file.write(document), force=True, private=True)
+        except OutputError as error:
+            self.last_error = error.message
             return
         self.last_error, self._written = "", document
 

@@ -35,6 +35,37 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, str] = {}
 
 
+class JobNames:
+    """What jobs are called: who is first keeps a name, and the job of another owner is NAME@OWNER,
+    since anybody can state any name. A scheduler's own evidence goes before, whoever it is of.
+
+    Args:
+        most: Names that are kept; those that were claimed last.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # Name -> whether a scheduler said it, and its owners; claimed last at the end.
+        self._owners: dict[str, tuple[bool, set[object]]] = {}
+
+    def claim(self, job: str, owner: int | str, *known_as: int | str, is_scheduled: bool) -> str:
+        """Returns the name of an owner's job, which is kept. `known_as`: what else it is called, the
+        first in the name.
+        """
+        while True:
+            was_scheduled, owners = self._owners.pop(job, (False, set()))
+            if is_scheduled and not was_scheduled:
+                owners = set()
+            if is_scheduled or not owners:
+                owners |= {owner, *known_as}
+            self._owners[job] = (was_scheduled or is_scheduled, owners)
+            if len(self._owners) > self.most:
+                del self._owners[next(iter(self._owners))]
+            if owner in owners:
+                return job
+            job = f"{job}@{(*known_as, owner)[0]}"
+
+
 class Process(msgspec.Struct, frozen=True, kw_only=True):
     """A relevant process: it uses a device, runs a framework, or belongs to a job.
 

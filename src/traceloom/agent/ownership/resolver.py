@@ -14,7 +14,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.config import Config
@@ -31,7 +31,7 @@ from traceloom.agent.ownership.environment import (
     parse_cgroup_paths,
 )
 from traceloom.agent.ownership.kubernetes import ContainerLocation, Kubelet, match_containers
-from traceloom.agent.ownership.model import Owner
+from traceloom.agent.ownership.model import JobNames, Owner
 
 if TYPE_CHECKING:
     from traceloom.agent.collectors.processes import ProcessFacts
@@ -177,14 +177,6 @@ _JOB_FIELDS = (
     "partition",
 )  # fields that all processes of a job share
 _RANK_FIELDS = ("rank", "local_rank", "world_size")
-_MAX_JOB_OWNERS = 65_536
-
-
-class JobOwners(NamedTuple):
-    """Whose a job is: users, or namespaces of pods; of several where a scheduler itself says so."""
-
-    is_scheduled: bool
-    owners: set[int | str]
 
 
 class OwnerResolver:
@@ -207,8 +199,7 @@ class OwnerResolver:
         self._host = config.host_name
         self._names: dict[int, str] = {}
         self._listed: list[Device] = []
-        # Names of jobs, those of which was heard last at the end: who was first keeps a name.
-        self._job_owners: dict[str, JobOwners] = {}
+        self._names_of_jobs = JobNames(65_536)
         self._impossible: list[int] = []  # processes that say ranks that cannot be
         self._devices = HostDevices([], self._proc, self._sys)
 
@@ -402,35 +393,27 @@ class OwnerResolver:
         """Call the job of another user than the first of that name NAME@USER: anybody can state any
         name. A scheduler's group of processes is its job's, whoever is in it.
         """
-        scheduled = {
+        jobs = {
             key: parse_cgroup_paths(facts.cgroups.values()).get("job")
             for key, facts in processes.items()
         }
-        by_age = sorted(processes.values(), key=lambda facts: (facts.start_ticks, facts.pid))
-        for is_scheduled in (True, False):
-            for facts in by_age:
-                claims = stated[facts.key]
-                job, source = claims.get("job", ("", ""))
-                if not job or (scheduled[facts.key] == job) != is_scheduled:
-                    continue
-                namespace, said_by = claims.get("namespace", ("", ""))
-                user = claims.get("user", (facts.uid, ""))[0]
-                owner = namespace if said_by == "kubelet" else facts.uid
-                name = job
-                while True:
-                    before = self._job_owners.pop(name, None)
-                    if before is None or (is_scheduled and not before.is_scheduled):
-                        before = JobOwners(is_scheduled, {owner})
-                    if is_scheduled:
-                        before.owners.add(owner)
-                    self._job_owners[name] = before  # the last of whom it was heard
-                    if owner in before.owners:
-                        break
-                    name = f"{name}@{namespace if owner == namespace else user}"
-                if name != job:
-                    claims["job"] = (name, source)
-        while len(self._job_owners) > _MAX_JOB_OWNERS:
-            del self._job_owners[next(iter(self._job_owners))]
+        for facts in sorted(
+            (facts for facts in processes.values() if "job" in stated[facts.key]),
+            key=lambda facts: (
+                jobs[facts.key] != stated[facts.key]["job"][0],  # those of schedulers first
+                facts.start_ticks,
+                facts.pid,
+            ),
+        ):
+            claims = stated[facts.key]
+            job, source = claims["job"]
+            owner, suffix = facts.uid, claims.get("user", (facts.uid, ""))[0]
+            if claims.get("namespace", ("", ""))[1] == "kubelet":
+                owner = suffix = claims["namespace"][0]
+            name = self._names_of_jobs.claim(
+                job, owner, suffix, is_scheduled=jobs[facts.key] == job
+            )
+            claims["job"] = (name, source)
 
     def _mapped_jobs(self) -> dict[str, list[str]]:
         """Returns job as the mapping files name it -> its devices; of a divided one the

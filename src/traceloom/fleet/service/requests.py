@@ -48,6 +48,7 @@ from traceloom.agent.fleet_link.protocol import (
     UsageRow,
     WorkResponse,
 )
+from traceloom.agent.ownership.model import JobNames
 from traceloom.agent.traces.requests import TraceSpec, TriggerCause
 from traceloom.errors import InputError, OutputError, TraceloomError
 from traceloom.fleet.service.committer import collect_job_facts
@@ -82,7 +83,6 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _POLL_S = 1.0
 _SAME_NS = 3600 * 10**9  # validity of a request's mark
 _POLLS_PER_JOB_SCAN = 5  # polls of requests between scans of jobs
-_MAX_JOB_OWNERS = 262_144
 _MAX_ENDED = 1000  # requests that are kept in memory; the state has all
 Choice = Literal["", "slowest-and-median"]
 
@@ -130,8 +130,7 @@ class HostRegistry:
         self._unwritten: set[str] = set()
         self.refused_rows: dict[str, int] = defaultdict(int)  # host -> impossible rows
         self._said: dict[str, JobFacts] = {}  # job -> its latest facts from hosts
-        # Job -> whether a scheduler said so, and its users by name and number; last heard at the end.
-        self._job_owners: dict[str, tuple[bool, set[str | int]]] = {}
+        self._names_of_jobs = JobNames(262_144)
         # Host -> job of its rows of usage -> what the job is called here.
         self._called: dict[str, dict[str, str]] = defaultdict(dict)
         self._changed = asyncio.Condition()  # notified when a request changes
@@ -260,11 +259,17 @@ class HostRegistry:
         refused = refused or {}
         self.refused_rows[host] += sum(refused.values())
         received_ns = self.clock()
-        names = self._separate_users(heartbeat.processes)
+        names = {}
+        for process in sorted(heartbeat.processes, key=lambda process: not process.scheduled):
+            if process.job:
+                owner = process.user or process.uid
+                names[process.job, process.user, process.uid] = self._names_of_jobs.claim(
+                    process.job, owner, owner, process.uid, is_scheduled=process.scheduled
+                )
         believed = [
             msgspec.structs.replace(
                 process,
-                job=names[process.job, process.user, process.uid],
+                job=names.get((process.job, process.user, process.uid), ""),
                 steps_per_second=validate_step_rate(process.steps_per_second),
             )
             for process in heartbeat.processes
@@ -305,32 +310,6 @@ class HostRegistry:
             usage_through=through,
             refused=dict(refused),
         )
-
-    def _separate_users(self, processes: Sequence[HostProcess]) -> dict[tuple[str, str, int], str]:
-        """Returns job, user and number of the user -> what the job is called: the job of another user
-        than the first of that name is NAME@USER, as on one host. A scheduler's own word goes before.
-        """
-        names: dict[tuple[str, str, int], str] = {}
-        for process in sorted(processes, key=lambda process: not process.scheduled):
-            identity = (process.job, process.user, process.uid)
-            if not process.job or identity in names:
-                names[identity] = names.get(identity, "")
-                continue
-            name, users = process.job, {process.user or process.uid, process.uid}
-            while True:
-                was_scheduled, owners = self._job_owners.pop(name, (False, set()))
-                if process.scheduled and not was_scheduled:
-                    owners = set()
-                if not owners or process.scheduled:
-                    owners |= users
-                self._job_owners[name] = (was_scheduled or process.scheduled, owners)
-                if (process.user or process.uid) in owners:
-                    break
-                name = f"{name}@{process.user or process.uid}"
-            names[identity] = name
-        while len(self._job_owners) > _MAX_JOB_OWNERS:
-            del self._job_owners[next(iter(self._job_owners))]
-        return names
 
     def fresh(self) -> dict[str, LastHeartbeat]:
         """Returns the heartbeats of hosts that are not lost."""
