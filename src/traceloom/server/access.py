@@ -92,14 +92,14 @@ _SOCK_DIAG_BY_FAMILY = 20
 _UID_AT = 16 + 4 + 48 + 12  # behind the header, the kind, the identity and three numbers
 
 
-def name_tcp_peer(connection: socket.socket | Any) -> str:
-    """Returns who is at the other end of a TCP connection, for limits: the user where it is a process
-    of this host, else the address.
+def find_tcp_peer(connection: socket.socket | Any) -> Caller:
+    """Returns who is at the other end of a TCP connection, for limits alone: the user where it is a
+    process of this host, else the address.
     """
     peer, own = connection.getpeername(), connection.getsockname()
-    name = f"tcp {peer[0]}"
+    unknown = Caller(name=f"tcp {peer[0]}", sees="host")
     if not ipaddress.ip_address(peer[0].partition("%")[0]).is_loopback:
-        return name
+        return unknown
     kind, everything = connection.family, 0xFFFF_FFFF
     addresses = b"".join(socket.inet_pton(kind, end[0]).ljust(16, b"\0") for end in (peer, own))
     question = struct.pack("=BBxxI", kind, socket.IPPROTO_TCP, everything)
@@ -112,10 +112,11 @@ def name_tcp_peer(connection: socket.socket | Any) -> str:
             kernel.send(header + question)
             answer = kernel.recv(4096)
     except OSError:  # a kernel without it, or a system without netlink
-        return name
+        return unknown
     if struct.unpack_from("=H", answer, 4)[0] != _SOCK_DIAG_BY_FAMILY:  # it has closed already
-        return name
-    return f"{name} uid {struct.unpack_from('=I', answer, _UID_AT)[0]}"
+        return unknown
+    (uid,) = struct.unpack_from("=I", answer, _UID_AT)
+    return Caller(name=f"{unknown.name} uid {uid}", sees="host")
 
 
 def authenticate_tcp_caller(
@@ -124,7 +125,7 @@ def authenticate_tcp_caller(
     """Returns the peer of a TCP connection.
 
     Args:
-        name: Who it is for limits, see `name_tcp_peer`.
+        name: Who it is for limits, see `find_tcp_peer`.
         authorization: Its `Authorization` header.
         tokens: The configured tokens.
         loopback: Whether the agent listens on loopback only.

@@ -33,8 +33,8 @@ from traceloom.server.access import (
     Caller,
     ConnectionLimiter,
     authenticate_tcp_caller,
+    find_tcp_peer,
     identify_unix_caller,
-    name_tcp_peer,
 )
 from traceloom.server.problem import HttpError, Problem, ProblemResponse
 from traceloom.server.settings import Access, Tcp, host_and_port
@@ -90,7 +90,7 @@ class AgentListener:
         """
         if self.loopback is None:
             return identify_unix_caller(transport.get_extra_info("socket"), self.access.group)
-        return Caller(name=name_tcp_peer(transport.get_extra_info("socket")), sees="host")
+        return find_tcp_peer(transport.get_extra_info("socket"))
 
     def identify(
         self, transport: asyncio.BaseTransport, peer: Caller

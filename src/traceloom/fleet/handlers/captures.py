@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import sys
 import time
+from base64 import b64encode
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from datetime import datetime, timezone
@@ -523,7 +524,8 @@ async def _send_file(context: FleetRequestContext) -> Response:
     if await asyncio.to_thread(context.service.objects.size, name) is None:
         raise HttpError(404, "the file has not arrived", slug="no-such-file")
     headers = {
-        "Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"'
+        "Content-Disposition": f'attachment; filename="{file.name.rpartition("/")[2]}"',
+        "Repr-Digest": f"sha-256=:{b64encode(bytes.fromhex(file.sha256)).decode()}:",
     } | PAGE_HEADERS
     chunks = check_digest(context.service.objects.chunks(name), file)
     first = await asyncio.to_thread(next, chunks, b"")  # a small file is refused whole

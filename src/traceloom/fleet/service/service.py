@@ -36,7 +36,7 @@ from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 from traceloom.fleet.triggers import FleetTriggerEngine
-from traceloom.server.access import ConnectionLimiter, RefusalCounter, name_tcp_peer
+from traceloom.server.access import ConnectionLimiter, RefusalCounter, find_tcp_peer
 from traceloom.server.settings import Access, Tcp, host_and_port
 from traceloom.system import files
 
@@ -393,9 +393,7 @@ class FleetListener:
 
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
         """Returns the peer of a connection by its address."""
-        from traceloom.server.access import Caller
-
-        return Caller(name=name_tcp_peer(transport.get_extra_info("socket")), sees="host")
+        return find_tcp_peer(transport.get_extra_info("socket"))
 
     def identify(
         self, _transport: asyncio.BaseTransport, peer: Caller
