@@ -371,7 +371,7 @@ class StepsBody(HttpResponseBody, frozen=True, forbid_unknown_fields=True):
 
     steps: Annotated[list[Annotated[float, Meta(ge=0, le=1e6)]], Meta(max_length=100_000)] = []
     loader_wait_seconds: Annotated[float, Meta(ge=0, le=1e9)] | None = None
-    rank: Annotated[int, Meta(ge=0)] | None = None
+    rank: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     total: Annotated[int, Meta(ge=0, le=2**53)] | None = None
 
 

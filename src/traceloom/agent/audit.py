@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+_MAX_LINE_BYTES = 4096
 MAX_BYTES = 64 << 20  # then the file is renamed with a timestamp
 MAX_FILES = 16  # the oldest ones beyond are deleted
 
@@ -38,8 +39,12 @@ class AuditLog:
             result: `done`, or the slug of the refusal.
             details: Further fields, such as pid or target.
         """
-        entry = {"at_ns": time.time_ns(), "who": actor, "what": action, "result": result, **details}
-        line = msgspec.json.encode(entry, enc_hook=str) + b"\n"  # JSON escapes newlines
+        entry = {"at_ns": time.time_ns(), "who": actor, "what": action, "result": result}
+        line = msgspec.json.encode({**entry, **details}, enc_hook=str)  # JSON escapes newlines
+        if len(line) > _MAX_LINE_BYTES:  # whoever asks for much does not fill the disk
+            beginning = line[:_MAX_LINE_BYTES].decode("utf-8", "replace")
+            line = msgspec.json.encode({**entry, "cut": beginning})
+        line += b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # One write to a file opened for appending: lines of several threads never mix.

@@ -411,7 +411,9 @@ class Agent:
         if process.uid != uid:
             raise HttpError(403, "this process is another user's", slug="not-allowed")
         owner = process.owner
-        rank = owner.rank if owner.rank is not None else body.rank
+        rank = owner.rank
+        if rank is None:
+            rank = self.step_counts.settle_rank(process.key, body.rank)
         self.step_counts.report(
             process.key, owner.job, rank, body.steps, body.loader_wait_seconds, body.total
         )

@@ -109,6 +109,7 @@ class StepCounter:
         self._untaken: dict[str, int] = {}  # process -> steps since `take`
         self._reporting: set[str] = set()  # processes that report steps themselves
         self._paces: dict[str, _PaceTracker] = {}
+        self._ranks: dict[str, int] = {}  # process -> the first rank that it said
         self._totals: dict[str, int] = {}  # process -> its steps since it started, if all are known
 
     def report(  # noqa: PLR0917  (of one report)
@@ -141,6 +142,12 @@ class StepCounter:
         )
         for listener in self.listeners:
             listener(process, [(duration, 1) for duration in durations])
+
+    def settle_rank(self, process: str, rank: int | None) -> int | None:
+        """Returns the rank of a process of which nothing else tells it: what it said first, since
+        each rank of a job costs series.
+        """
+        return rank if rank is None else self._ranks.setdefault(process, rank)
 
     def count(self, observed: StepsTaken, job: str, rank: int | None) -> None:
         """Add steps observed from outside; for a process that reports its own steps they only show
@@ -262,6 +269,7 @@ class StepCounter:
         self._paces = {
             process: tracker for process, tracker in self._paces.items() if process in living
         }
+        self._ranks = {process: rank for process, rank in self._ranks.items() if process in living}
         self._totals = {
             process: total for process, total in self._totals.items() if process in living
         }

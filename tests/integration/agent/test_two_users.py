@@ -254,3 +254,53 @@ def test_a_name_of_a_job_makes_nobody_a_part_of_it() -> None:
                 sleeper.kill()
                 sleeper.wait()
             agent.end()
+
+
+REPORT = """
+import sys, time
+from pathlib import Path
+from traceloom.errors import TraceloomError
+from traceloom.server.client import AgentClient
+client = AgentClient(Path(sys.argv[1]), 30)
+print("up", flush=True)
+rank = 0
+while True:
+    rank += 1
+    try:
+        client.post("steps", {"steps": [0.01], "rank": rank})
+    except TraceloomError:
+        time.sleep(0.1)
+"""
+
+
+def test_who_says_another_rank_each_time_is_one_rank() -> None:
+    with lend_shared_directory(0o755) as directory:
+        agent = Running(directory)
+        try:
+            environment = {**os.environ, "TRACELOOM_JOB": "many"}
+            with start_python(BERT, "-c", REPORT, str(agent.socket), env=environment):
+
+                def read_ranks() -> dict[str, float]:
+                    rows = agent.client.get("processes")["processes"]
+                    return {
+                        row["key"]: row["steps_per_second"]
+                        for row in rows
+                        if row["owner"]["job"] == "many"
+                    }
+
+                until(lambda: any(read_ranks().values()))
+                until(lambda: sum(read_ranks().values()) > 5)
+                metrics = subprocess.run(
+                    ["curl", "-sS", "--unix-socket", str(agent.socket), "http://agent/metrics"],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout
+                counts = [
+                    line
+                    for line in metrics.splitlines()
+                    if "step_seconds_count" in line and 'job="many"' in line
+                ]
+                assert len(counts) == 1, counts[:5]
+        finally:
+            agent.end()

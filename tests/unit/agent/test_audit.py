@@ -92,3 +92,17 @@ def test_a_large_file_is_put_aside_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(json.loads(line)["what"] for line in lines) == sorted(
         f"request {number}" for number in range(12)
     )
+
+
+def test_a_line_is_short_whatever_was_asked_for(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    log.write("uid 1000", "/api/v1/requests", "not-allowed", wanted={"ranks": [10**9] * 65_536})
+    (line,) = log.path.read_text(encoding="utf-8").splitlines()
+    assert len(line) < 10_000
+    entry = json.loads(line)
+    assert (entry["who"], entry["what"], entry["result"]) == (
+        "uid 1000",
+        "/api/v1/requests",
+        "not-allowed",
+    )
+    assert '"ranks":[1000000000' in entry["cut"]

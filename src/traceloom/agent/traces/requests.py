@@ -32,18 +32,20 @@ class TraceSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     pids: Annotated[tuple[Pid, ...], Meta(max_length=1024)] = ()
     job: Annotated[str, Meta(max_length=256)] = ""
-    ranks: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=65536)] = ()
+    ranks: Annotated[
+        tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=65536)
+    ] = ()
     host: Annotated[str, Meta(max_length=256)] = ""
     profilers: Annotated[tuple[ProfilerName, ...], Meta(min_length=1, max_length=7)] = ("timeline",)
-    steps: Annotated[int, Meta(ge=1)] | None = None
-    duration_s: Annotated[float, Meta(gt=0)] | None = None
-    at_ns: Annotated[int, Meta(ge=0)] = 0
+    steps: Annotated[int, Meta(ge=1, le=2**53)] | None = None
+    duration_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    at_ns: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
     shapes: bool = False
     stacks: bool = False
     flops: bool = False
     modules: bool = False
     attach: bool = False
-    max_processes: Annotated[int, Meta(ge=1)] | None = None  # of those that match
+    max_processes: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None  # of those that match
 
 
 class TraceTarget(msgspec.Struct, kw_only=True):
