@@ -527,9 +527,11 @@ def _print_environment(args: argparse.Namespace) -> int:
             agent_paths = msgspec.structs.replace(
                 agent_paths, socket=SYSTEM_SOCKET, kineto=SYSTEM_SOCKET.with_name("kineto")
             )
-        # Before the job looks for sockets there, so that nobody else makes it.
-        with report_write_errors(agent_paths.kineto):
-            agent_paths.kineto.mkdir(mode=0o755, parents=True, exist_ok=True)
+        ways = (agent_paths.kineto, *agent_paths.kineto.parents)
+        if next(way for way in ways if os.path.exists(way)).stat().st_mode & 0o022:  # noqa: PTH110
+            # Before the job looks for sockets there, so that nobody else makes it.
+            with report_write_errors(agent_paths.kineto):
+                agent_paths.kineto.mkdir(mode=0o755, parents=True, exist_ok=True)
         if reason := find_foreign_part(agent_paths.kineto):
             raise make_untrusted_error(agent_paths.kineto, reason) from error
         values = get_job_variables(agent_paths, os.geteuid())
