@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.memory_group import limited_group
 from support.running_agent import Running
 from support.users import (
     ANNA,
@@ -300,4 +301,26 @@ def test_who_says_another_rank_each_time_is_one_rank() -> None:
                 counts = until(lambda: sum(counts := read_counts()) > 50 and counts)
                 assert len(counts) == 1, counts
         finally:
+            agent.end()
+
+
+def test_memory_of_a_group_that_users_share_is_not_told_of_one_of_their_jobs() -> None:
+    with lend_shared_directory(0o755) as directory, limited_group() as group:
+        agent = Running(directory)
+        anna = _start_sleeper(ANNA, TRACELOOM_JOB="shared")
+        bert = _start_sleeper(BERT)  # of no job, so that it does not matter elsewhere
+
+        def read_jobs() -> set[str]:
+            series = agent.client.get("query", metric="cgroup_memory_bytes", since="2s")["series"]
+            return {row["labels"]["job"] for row in series if group.name in row["labels"]["cgroup"]}
+
+        try:
+            (group / "cgroup.procs").write_text(str(anna.pid), encoding="ascii")
+            until(lambda: read_jobs() == {"shared"})
+            (group / "cgroup.procs").write_text(str(bert.pid), encoding="ascii")
+            until(lambda: read_jobs() == {""})
+        finally:
+            for sleeper in (anna, bert):
+                sleeper.kill()
+                sleeper.wait()
             agent.end()

@@ -7,6 +7,7 @@ that has it.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections import deque
@@ -20,9 +21,11 @@ from traceloom.agent.collectors.collector import HostCollector, read, read_if_th
 from traceloom.agent.collectors.host import TICKS_PER_S, parse_pressure
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
+from traceloom.agent.ownership.environment import parse_cgroup_paths
 from traceloom.agent.ownership.model import Process
 
 MAX_GROUPS = 64  # about 1,400 series
+_MAX_MEMBERS = 4096  # processes of a group whose users are looked at
 MAX_KILLS = 1000
 # A group is read for so long after its last process ended: it may have been OOM-killed.
 GROUP_RETENTION_S = 60.0
@@ -148,6 +151,8 @@ class Cgroups(HostCollector):
                 directory = hierarchy.of(path)
                 if directory is None or not directory.is_dir():
                     continue
+                if self._has_others(directory, path, group.uid):
+                    group.job, group.uid = "", None
                 if not hierarchy.controllers:
                     values = {**_read_version_2(directory, hierarchy.directory), **values}
                 else:  # the hierarchy with the controller takes precedence over version 2
@@ -179,6 +184,18 @@ class Cgroups(HostCollector):
             ]
         self._counted = counted
         return readings
+
+    def _has_others(self, directory: Path, path: str, uid: int | None) -> bool:
+        """Whether processes of another user share a group, also such as do not matter: its memory is
+        not that of one job then. A group of a scheduler or a container is one whole.
+        """
+        if parse_cgroup_paths([path]):
+            return False
+        for pid in read_if_there(directory / "cgroup.procs").split()[:_MAX_MEMBERS]:
+            with contextlib.suppress(OSError):  # it has ended
+                if (self.proc / pid.decode()).stat().st_uid != uid:
+                    return True
+        return False
 
     def _mounted(self) -> list[Hierarchy]:
         hierarchies: dict[frozenset[str], Hierarchy] = {}
