@@ -204,7 +204,7 @@ def has_role(token: TokenRecord, role: Role) -> bool:
     return ROLES.index(token.role) >= ROLES.index(role)
 
 
-_RECHECK_S = 2.0  # between looks whether the reader of a stream still may read it
+_RECHECK_S = 5.0  # between looks whether the reader of a stream still may read it
 _KEEP_ALIVE_S = 15.0
 
 

@@ -371,6 +371,7 @@ class Portal:
     async def _visit(self, request: Request) -> PageRequest:
         token = await self.readers.reader(request)
         if token is None:
+            self.rates.take(name_client(request.scope))
             raise HttpError(401, "nobody is signed in", slug="unknown-token")
         self.rates.take(token.name)
         request.state.token = token
