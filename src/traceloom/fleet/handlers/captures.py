@@ -205,7 +205,6 @@ def has_role(token: TokenRecord, role: Role) -> bool:
 
 
 _RECHECK_S = 5.0  # between looks whether the reader of a stream still may read it
-_KEEP_ALIVE_S = 15.0
 
 
 async def send_events(
@@ -214,9 +213,7 @@ async def send_events(
     """Yields server-sent events, and signs of life between them, for as long as their reader may
     read: tokens and sessions end while streams last.
     """
-    loop = asyncio.get_running_loop()
     coming = asyncio.ensure_future(anext(events))
-    silent_s = loop.time()
     try:
         while True:
             done, _ = await asyncio.wait({coming}, timeout=_RECHECK_S)
@@ -224,10 +221,9 @@ async def send_events(
                 return
             if done:
                 yield coming.result()
-                coming, silent_s = asyncio.ensure_future(anext(events)), loop.time()
-            elif loop.time() - silent_s >= _KEEP_ALIVE_S:
+                coming = asyncio.ensure_future(anext(events))
+            else:
                 yield b": alive\n\n"
-                silent_s = loop.time()
     except (StopAsyncIteration, TraceloomError):  # they are over, or the state does not answer
         return
     finally:
@@ -671,7 +667,7 @@ FLEET_ROUTES = (
         summary="A file of a capture",
         answers=_send_file,
         content="application/octet-stream",
-        refuses=(404,),
+        refuses=(404, 503),
     ),
     FleetRoute(
         path="/api/v1/captures/{id}/files/{name:path}",
