@@ -62,6 +62,7 @@ from traceloom.agent.traces.runner import TraceService
 from traceloom.errors import InputError, OutputError, other_version, unreadable
 from traceloom.server.problem import HttpError
 from traceloom.system.files import compute_sha256, write
+from traceloom.system.text import replace_surrogates
 
 MAX_ROUND_TRIPS = 16
 # Max drift between two clocks since a round trip; NTP assumes 15 ppm, undisciplined quartz has up
@@ -408,7 +409,7 @@ class FleetConnection:
             ),
             usage=usage,
             collector_errors={
-                name: state.last_error[:MAX_NAME_CHARS]
+                name: replace_surrogates(state.last_error)[:MAX_NAME_CHARS]
                 for name, state in self.host_snapshot.collectors.items()
                 if state.last_error
             },

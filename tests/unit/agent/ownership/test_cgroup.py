@@ -7,6 +7,7 @@ import pytest
 from traceloom.agent.collectors.processes import ProcessFacts
 from traceloom.agent.config import Config
 from traceloom.agent.ownership.environment import parse_cgroup_paths
+from traceloom.agent.ownership.model import JobNames
 from traceloom.agent.ownership.resolver import OwnerResolver
 
 ID = "3f" * 32
@@ -108,3 +109,35 @@ def test_ancestors_in_a_circle_end() -> None:
     """A pid that was given again may stand as the parent of its own ancestor."""
     owners = OwnerResolver(Config()).owners({"1@1": _facts(1, 2), "2@1": _facts(2, 1)})
     assert [owner.job for owner in owners.values()] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/user.slice/user-1001.slice/user@1001.service/app.slice/slurmstepd.scope/job_4242/step_0",
+        "/user.slice/user-1001.slice/user@1001.service/slurm/uid_1000/job_4242",
+        "/user.slice/user-1001.slice/user@1001.service/kubepods/pod12345678-1234-1234-1234-123456789abc",
+        "/system.slice/notebook.service/slurmstepd.scope/job_4242",
+        "/anything/job_4242",
+    ],
+)
+def test_a_group_that_a_user_named_like_a_schedulers_is_none(path: str) -> None:
+    assert "job" not in parse_cgroup_paths([path])
+
+
+def test_who_is_first_keeps_the_name_of_a_job_and_a_scheduler_goes_before() -> None:
+    names = JobNames(4)
+    assert names.claim("run", 1, is_scheduled=False) == "run"
+    assert names.claim("run", 2, "bert", is_scheduled=False) == "run@bert"
+    assert names.claim("run", 1, is_scheduled=False) == "run"
+    assert names.claim("run", 3, "cleo", is_scheduled=True) == "run", "by a group of processes"
+    assert names.claim("run", 4, is_scheduled=True) == "run", "whoever is in it"
+    assert names.claim("run", 1, "anna", is_scheduled=False) == "run@anna"
+    assert names.claim("run@bert", 5, is_scheduled=False) == "run@bert@5", (
+        "nobody takes that either"
+    )
+    for number in range(10):
+        names.claim(f"other{number}", 9, is_scheduled=False)
+    assert names.claim("run", 6, is_scheduled=False) == "run", (
+        "names are forgotten, not without end"
+    )
