@@ -108,7 +108,7 @@ class Traces(ConfigTable, frozen=True):
     wait: Seconds = 120.0  # for a process to be ready: to register, to step, to end its own profile
     max_file_mb: Positive = 2000.0
     max_mb_per_user: Positive = 10_000.0
-    max_requests_per_user: PositiveInt = 16  # that run concurrently
+    max_requests_per_user: Annotated[int, msgspec.Meta(ge=0)] = 16  # that run concurrently
     keep_days: Positive = 7.0
 
 
@@ -135,7 +135,7 @@ class Hangs(ConfigTable, frozen=True):
     busy: Seconds = 1800.0
     every: Seconds = 3600.0  # between two bundles of a job
     max_mb: Positive = 100.0  # of a bundle
-    max_bundles_per_user: PositiveInt = 16
+    max_bundles_per_user: Annotated[int, msgspec.Meta(ge=0)] = 16
 
 
 class Otlp(ConfigTable, frozen=True):
