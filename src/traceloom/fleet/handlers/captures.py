@@ -22,7 +22,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from traceloom import __version__
-from traceloom.errors import UsageError
+from traceloom.errors import TraceloomError, UsageError
 from traceloom.fleet import api as forms
 from traceloom.fleet.service.forwarding import note_leader_needed
 from traceloom.fleet.service.pipeline import get_capture_directory
