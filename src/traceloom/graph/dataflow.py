@@ -16,10 +16,16 @@ from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import Trace
 
-# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device], the device
-# missing in old files.
-_TENSOR_PATTERN = r'\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*(?:,\s*"[^"]*"\s*)?\]'
-_TENSOR_FIELDS = r'^\[\s*\d+\s*,\s*(?<storage>\d+)\s*,.*?(?:"(?<device>[a-z]+)[^"]*"\s*)?\]$'
+# A tensor in a host trace: [tensor, storage, offset, elements, bytes each, device]; old files have
+# no device, and their lists of five numbers look the same.
+_OLD_TENSOR_PATTERN = r"\[\s*\d+\s*,\s*\d+\s*,\s*-?\d+\s*,\s*\d+\s*,\s*\d+\s*\]"
+_TENSOR_PATTERN = _OLD_TENSOR_PATTERN[:-2] + r',\s*"[^"]*"\s*\]'
+_TENSOR_FIELDS = (
+    r"^\[\s*(?<tensor>\d+)\s*,\s*(?<storage>\d+)\s*,\s*-?\d+\s*,\s*(?<content>\d+\s*,\s*\d+)"
+    r'\s*(?:,\s*"(?<device>[a-z]+)[^"]*"\s*)?\]$'
+)
+_TYPE_PATTERN = r"Tensor\((?:[^()]|\([^()]*\))*\)"
+_PYTHON_NUMBERS = r"^1,(?:1|8|16),"
 # Reads and writes its inputs
 _COMMUNICATION_PATTERN = r"^(?:record_param_comms|nccl:|gloo:|mpi:|ucc:|hccl:|xccl:)"
 
@@ -52,10 +58,8 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
 ) -> DataFlow:
     """Finds the last writer of each storage that an op reads.
 
-    Storage numbers are reused after a storage is freed. That does no harm here: what fills it again
-    comes in time between its old and its new readers, and becomes the last writer of these. Ops
-    that only make views write nothing. Allocations on a device write nothing, but discard the old
-    content.
+    Ops that only make views write nothing. Allocations on a device write nothing, but discard the
+    old content.
 
     Args:
         tree: Host events.
@@ -84,12 +88,7 @@ def find_data_flow(  # noqa: PLR0917  (the parts of a rank)
     acts = matched.copy()
     acts[matched_ancestor[matched & (matched_ancestor >= 0)]] = False
     acts |= first_work >= 0
-    uses = _list_tensor_uses(host_op, acts, ops)
-    position = uses["position"].to_numpy()
-    time = np.where(uses["write"].to_numpy(), tree.end[position], tree.start[position])
-    uses = uses.with_columns(pl.Series("time", time)).sort(
-        "storage", "time", pl.col("write").not_(), "position", maintain_order=True
-    )
+    uses = _list_tensor_uses(tree, host_op, acts, ops)
     position, write = uses["position"].to_numpy(), uses["write"].to_numpy()
     storage, on_device = uses["storage"].to_numpy(), uses["on_device"].to_numpy()
     writer = np.where(write, np.arange(write.size), -1)
@@ -126,12 +125,26 @@ def _take_or_default(values: Ints, rows: Ints) -> Ints:
     return values[np.maximum(rows, 0)] if values.size else np.zeros(rows.size, dtype=np.int64)
 
 
-def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataFrame:
-    """Returns one row per tensor that an acting op reads or writes: position, storage, on_device,
-    write.
+def _list_tensor_uses(
+    tree: HostTree, host_op: Ints, acts: Bools, ops: pl.DataFrame
+) -> pl.DataFrame:
+    """Returns one row per storage that an acting op reads or writes, by storage and time: position,
+    storage, on_device, write.
     """
-    position = np.flatnonzero(acts)
-    placed = pl.DataFrame({"id": host_op[position], "position": position})
+    position = np.flatnonzero(host_op >= 0)
+    in_backward = tree.words.str.contains("[Bb]ackward").to_numpy()[tree.word]
+    in_backward |= find_nearest_ancestor(tree.parent, in_backward) >= 0
+    placed = pl.DataFrame(
+        {
+            "id": host_op[position],
+            "position": position,
+            "start": tree.start[position],
+            "end": tree.end[position],
+            "stop": tree.stop[position],
+            "acts": acts[position],
+            "in_backward": in_backward[position],
+        }
+    )
     op_fields = ops.unique("id", keep="first", maintain_order=True).select(
         "id",
         "inputs",
@@ -142,10 +155,10 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
         pl.col("input_types").fill_null("").alias("input_types"),
         pl.col("output_types").fill_null("").alias("output_types"),
     )
-    read = _parse_tensors(op_fields, "inputs", "input_types")
-    outputs = _parse_tensors(op_fields, "outputs", "output_types")
+    read = _parse_tensors(op_fields, "inputs", "input_types").with_columns(output=False)
+    outputs = _parse_tensors(op_fields, "outputs", "output_types").with_columns(output=True)
     # Outputs in the storage of an input are views, unless the op is known to change its inputs.
-    input_storages = read.select("id", "storage", pl.lit(value=True).alias("given")).unique()
+    input_storages = read.select("id", "storage", given=True).unique()
     changes = op_fields.select(
         "id",
         (
@@ -157,40 +170,98 @@ def _list_tensor_uses(host_op: Ints, acts: Bools, ops: pl.DataFrame) -> pl.DataF
     outputs = outputs.join(input_storages, on=["id", "storage"], how="left").join(
         changes, on="id", how="left"
     )
-    written = outputs.filter(pl.col("given").is_null() | pl.col("changes")).select(
-        "id", "storage", "on_device"
-    )
-    in_place_ops = (
-        changes.filter("changes")
-        .join(outputs.select("id").unique(), on="id", how="anti")
-        .select("id")
-    )
-    changed = read.join(in_place_ops, on="id", how="semi").select("id", "storage", "on_device")
-    table = pl.concat(
+    in_place_ops = changes.filter("changes").join(outputs, on="id", how="anti").select("id")
+    made = pl.col("given").is_null()
+    mentions = pl.concat(
         [
-            read.with_columns(pl.lit(value=False).alias("write")),
-            written.with_columns(pl.lit(value=True).alias("write")),
-            changed.with_columns(pl.lit(value=True).alias("write")),
+            read.with_columns(write=False, made=False),
+            outputs.select(*read.columns, write=made | pl.col("changes"), made=made),
+            read.join(in_place_ops, on="id", how="semi").with_columns(
+                output=True, write=True, made=False
+            ),
         ]
-    ).unique(maintain_order=True)
-    return table.join(placed, on="id", how="inner").select(
-        "position", "storage", "on_device", "write"
+    )
+    return (
+        _separate_storages(mentions.join(placed, on="id", how="inner"))
+        .filter("acts", pl.col("write") | ~pl.col("output"))
+        .select("position", "storage", "on_device", "write")
+        .unique(maintain_order=True)
+    )
+
+
+def _separate_storages(mentions: pl.DataFrame) -> pl.DataFrame:
+    """Numbers storages anew, by storage and time: a host trace uses the number of a released
+    storage again.
+
+    A storage begins where an op returns one that it was not given: at the end of the innermost such
+    op, or at its start if ops inside use it. It has ended where an op is given a tensor of a size
+    that no op had returned in it. That one was made without a recorded op, as are the tensors for
+    Python's numbers; those are told from other single elements by their tensor, except in a
+    backward pass, where saved tensors are new ones too.
+    """
+    nested = (pl.col("position").shift(-1).over("storage") < pl.col("stop")).fill_null(value=False)
+    begun = (
+        mentions.group_by("storage", "position", maintain_order=True)
+        .agg(pl.first("start", "end", "stop"), pl.any("made"))
+        .sort("storage", "position")
+        .with_columns(time=pl.when(nested).then("start").otherwise("end"))
+        .filter("made")
+        .filter(~nested)
+        .select("storage", "position", "time", made_by="end", begins=True)
+    )
+    used = mentions.with_columns(time=pl.when("output").then("end").otherwise("start"))
+    order = pl.when("output").then(1).otherwise(2 - 2 * pl.col("begins").fill_null(0))
+    row, new_number = pl.int_range(pl.len()), pl.col("storage") != pl.col("storage").shift(1)
+    begins = new_number.fill_null(value=True) | pl.col("begins").is_not_null()
+    returned = pl.col("row").filter("output").min()
+    is_number = pl.col("content").str.contains(_PYTHON_NUMBERS) & ~pl.col("in_backward")
+    unknown = (returned.over("life", "content").fill_null(row) >= row) | is_number & (
+        returned.over("life", "tensor").fill_null(row) >= row
+    )
+    foreign = (
+        unknown & ~pl.col("output") & (pl.col("start") >= pl.col("made_by").first().over("life"))
+    )
+    changed = (pl.col("content") != pl.col("content").shift(1)) | pl.col("foreign")
+    return (
+        pl.concat([used, begun], how="diagonal")
+        .sort("storage", "time", order, "position", maintain_order=True)
+        .with_columns(row=row, life=begins.cum_sum())
+        .with_columns(foreign=foreign.fill_null(value=False))
+        .with_columns(dead=pl.col("foreign").cum_max().over("life") & ~pl.col("output") & changed)
+        .with_columns(storage=(begins | pl.col("dead")).cum_sum().cast(pl.Int64))
+        .filter(pl.col("begins").is_null())
     )
 
 
 def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
-    """Returns the tensors in a list of values: id, storage, on_device."""
-    parts = pl.col("tensor").str.extract_groups(_TENSOR_FIELDS)
+    """Returns the tensors in a list of values: id, tensor, storage, content (elements, bytes of
+    each, type), on_device.
+    """
+    parts = pl.col("parts").struct
+    has_devices = op_fields[values].str.contains(_TENSOR_PATTERN).any()
+    listed = pl.col(values).str.extract_all(_TENSOR_PATTERN if has_devices else _OLD_TENSOR_PATTERN)
+    kinds = pl.col(types).str.extract_all(_TYPE_PATTERN)
+    unknown = pl.lit("", pl.String).repeat_by(listed.list.len())
     return (
         op_fields.filter(pl.col(types).str.contains("Tensor", literal=True))
-        .select("id", pl.col(values).str.extract_all(_TENSOR_PATTERN).alias("tensor"))
-        .explode("tensor")
-        .drop_nulls("tensor")
-        .with_columns(parts.alias("parts"))
         .select(
             "id",
-            pl.col("parts").struct.field("storage").cast(pl.Int64, strict=False).alias("storage"),
-            pl.col("parts").struct.field("device").fill_null("cuda").ne("cpu").alias("on_device"),
+            listed.alias("listed"),
+            pl.when(listed.list.len() == kinds.list.len())
+            .then(kinds)
+            .otherwise(unknown)
+            .alias("kind"),
+        )
+        .explode("listed", "kind")
+        .drop_nulls("listed")
+        .with_columns(pl.col("listed").str.extract_groups(_TENSOR_FIELDS).alias("parts"))
+        .select(
+            "id",
+            parts.field("tensor", "storage").cast(pl.Int64, strict=False),
+            pl.format("{},{}", parts.field("content").str.replace_all(r"\s", ""), "kind").alias(
+                "content"
+            ),
+            parts.field("device").fill_null("cuda").ne("cpu").alias("on_device"),
         )
         .filter(pl.col("storage") > 0)
         .unique(maintain_order=True)
