@@ -366,7 +366,8 @@ class Columns:
         ).any():  # work of a command processor is device work, classified by its name
             code = code.copy()
             for row in np.flatnonzero(code == _COMMAND_CODE).tolist():
-                code[row] = _CODE[vocab.FROM_COMMAND.get(spans[row].name, vocab.KERNEL)]
+                if not spans[row].cat.lower().startswith("graph_"):
+                    code[row] = _CODE[vocab.FROM_COMMAND.get(spans[row].name, vocab.KERNEL)]
         self._put(
             "spans",
             name=self._codes([span.name for span in spans]),
@@ -421,7 +422,8 @@ class Columns:
                 for key in COLLECTIVE_NUMBERS
             }
             self._put("collectives", row=self._row(np.array(rows)), **columns)
-        self._add_device_arguments(args, code, rare)
+        renamed = b'"original_stream"' in part.text
+        self._add_device_arguments(args, code, rare, renamed=renamed)
         self.rows += len(spans)
 
     def _row(self, rows: Array) -> Array:
@@ -491,20 +493,28 @@ class Columns:
             )
 
     def _add_device_arguments(
-        self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]]
+        self, args: list[Any], code: Array, rare: Callable[[Array], list[Any]], *, renamed: bool
     ) -> None:
-        """Adds the arguments of device work; `rare` returns all arguments of rows."""
+        """Adds the arguments of device work; `rare` returns all arguments of rows. With `renamed`,
+        the stream of some is the name of a lane, and the one on which they ran stands beside it.
+        """
         rows = np.flatnonzero(_GROUP_OF_CODE[code] == _DEVICE)
         if not rows.size:
             return
         device_arguments = [args[row] for row in rows.tolist()]
+        streams = [a.stream for a in device_arguments]
+        if renamed:
+            ran_on = [a.original_stream for a in rare(rows)]
+            streams = [
+                b if b not in (NULL, None) else a for a, b in zip(streams, ran_on, strict=True)
+            ]
         self._put(
             "device",
             row=self._row(rows),
             correlation=parse_integers([a.correlation for a in device_arguments]),
             external=_extract_external_ids(device_arguments),
             device=parse_integers([a.device for a in device_arguments]),
-            stream=parse_integers([a.stream for a in device_arguments]),
+            stream=parse_integers(streams),
         )
         # Launch configuration of kernels, where the writer recorded it.
         rows = np.flatnonzero(code == _KERNEL_CODE)

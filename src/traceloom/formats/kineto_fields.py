@@ -74,6 +74,7 @@ RARE: dict[str, tuple[str, tuple[str, Any]]] = {
     "collective_sequence": ("Seq", _NUMBER),
     "asynchronous": ("Is asynchronized op", _LIST),
     "sync_kind": ("cuda_sync_kind", _TEXT),
+    "original_stream": ("original_stream", _NUMBER),
     "awaited_stream": ("wait_on_stream", _NUMBER),
     "record_correlation": ("wait_on_cuda_event_record_corr_id", _NUMBER),
     "awaited_event": ("wait_on_cuda_event_id", _NUMBER),

@@ -32,7 +32,7 @@ from traceloom.trace.mapped_arrays import MappedArray
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, DeferredFrame
 
-_FLOW_KINDS = ("launch", "forward-backward", "other")
+_FLOW_KINDS = ("launch", "forward-backward", "dependency", "other")
 # Names in three generations of writers, as category or name of the arrow.
 _FLOW_KIND = {
     "ac2g": "launch",
@@ -48,6 +48,7 @@ _BOUND_BY = {
     **dict.fromkeys((vocab.OP, vocab.ANNOTATION), 1),
 }
 _BINDS = np.array([_BOUND_BY.get(name, 2) for name in vocab.CATEGORIES])
+_FIRST_DEPENDENCY = 2**40  # "launch" arrows from this id on join two nodes of a CUDA graph
 _MAX_TIES = 200  # max events with the same start that are examined
 
 
@@ -148,6 +149,8 @@ def build_flow_frame(
     kinds = np.array([_FLOW_KINDS.index(_FLOW_KIND.get(text, "other")) for text in texts.names])
     kind = gather_rows(kinds, columns["kind"])
     is_start, flow = columns["phase"], columns["flow"]
+    depends = (kind == 0) & (flow >= _FIRST_DEPENDENCY)
+    kind = np.where(depends, _FLOW_KINDS.index("dependency"), kind)
     # Of several starts or ends with one kind and id the last one is used; without an id nothing is
     # joined.
     flow_ids, number = np.unique(flow, return_inverse=True)
@@ -170,7 +173,14 @@ def build_flow_frame(
         extract_column(events, "category", large=large),
     )
     correlation = extract_column(events, "correlation", NULL, large=large)
-    event = _find_flow_events(columns, kind, (start, category, thread, correlation))
+    event = _find_flow_events(
+        columns, np.where(depends, 0, kind), (start, category, thread, correlation)
+    )
+    ends = np.flatnonzero(depends & is_start)
+    if ends.size:
+        event[ends] = _find_ending_events(
+            columns["place"][ends], columns["start"][ends], thread, events
+        )
     endpoints = event[row], np.where(other >= 0, event[other], NO_ROW)
     is_start = is_start[row]
     return pl.DataFrame(
@@ -216,6 +226,22 @@ def _find_flow_events(
             if not rows.size:
                 break
     return event_rows
+
+
+def _find_ending_events(place: Array, time: Array, thread: Array, events: pl.DataFrame) -> Ints:
+    """Returns the GPU work that ends at the time and place of each arrow, or runs then; -1 where
+    none does.
+    """
+    work = np.flatnonzero(events["category"].is_in([*vocab.GPU_WORK, vocab.COMMAND]).to_numpy())
+    start, duration = (events[name].gather(work).to_numpy() for name in ("start_ns", "duration_ns"))
+    # By place, then end; times are rounded, so an end may lie 1 ns before its arrow.
+    _, rank = np.unique(np.concatenate([start + duration + 1, time]), return_inverse=True)
+    key = np.concatenate([thread[work], place]).astype(np.int64) * (rank.size + 1) + rank
+    order = np.argsort(key[: work.size], kind="stable")
+    index = np.searchsorted(key[order], key[work.size :])
+    found = np.append(order, 0)[index]
+    runs = (index < work.size) & (thread[work][found] == place) & (start[found] <= time)
+    return np.where(runs, work[found], NO_ROW)
 
 
 def build_source_frame(offset: Array, length: Array, rows: Ints) -> pl.DataFrame:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import polars as pl
 
 from traceloom.graph import host_tree
 from traceloom.graph.device_work import DeviceWork, WorkTimeline
@@ -357,6 +358,18 @@ def _find_last_ended(times: WorkTimeline, target: Ints, until: Ints) -> tuple[In
     )
     stream, column = np.nonzero((candidates >= 0) & (rank < count[None, :]))
     return candidates[stream, column], target[column]
+
+
+def add_dependency_edges(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> None:
+    """Adds the dependencies between nodes of a CUDA graph, where the file has arrows for them."""
+    arrows = trace.flows.filter(pl.col("kind") == "dependency").drop_nulls()
+    number = np.full(trace.events.height, -1, dtype=np.int64)
+    number[work.row] = np.arange(work.row.size)
+    before, after = number[arrows["source"].to_numpy()], number[arrows["target"].to_numpy()]
+    possible = (before >= 0) & (after >= 0)
+    possible &= work.end[before] <= work.start[after] + _CLOCK_TOLERANCE_NS
+    before, after = work_node[before[possible]], work_node[after[possible]]
+    edges.add("wait", "measured", before, after, from_end=True, to_end=False)
 
 
 def add_command_waits(edges: Edges, trace: Trace, work: DeviceWork, work_node: Ints) -> Ints:

@@ -16,7 +16,7 @@ from traceloom.graph.host_tree import HostTree
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import extract_column
 from traceloom.trace.trace import Trace
-from traceloom.trace.vocabulary import COMMAND, GPU_WORK, LAUNCHES
+from traceloom.trace.vocabulary import COMMAND, FROM_COMMAND, GPU_WORK, LAUNCHES
 
 # Time of a launch that was not recorded: before everything
 BEFORE_WINDOW = np.iinfo(np.int64).min // 4
@@ -75,6 +75,7 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     """Collects the GPU work of a trace with its launches, by correlation, else by arrow."""
     columns = [
         "event",
+        "name",
         "lane",
         "device",
         "start_ns",
@@ -85,6 +86,14 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         "op",
     ]
     work = trace.events[columns].filter(pl.col("category").is_in([*GPU_WORK, COMMAND]))
+    calls = trace.events.filter(
+        pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null()
+    )
+    if (work["category"] == COMMAND).any():
+        # Of a CUDA graph whose launch is not recorded only the work counts.
+        is_node = (pl.col("category") == COMMAND) & ~pl.col("name").is_in([*FROM_COMMAND])
+        called = pl.col("correlation").is_in(calls["correlation"].implode())
+        work = work.filter(~is_node | called)
     row = work["event"].to_numpy().astype(np.int64)
     start = work["start_ns"].to_numpy()
     end = start + np.maximum(work["duration_ns"].to_numpy(), 0)
@@ -93,9 +102,6 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
         extract_column(work, name, absent=-1, large=False) for name in ("launch", "op", "device")
     )
     if command.any():
-        calls = trace.events.filter(
-            pl.col("category").is_in(LAUNCHES), pl.col("correlation").is_not_null()
-        )
         numbers = work["correlation"].fill_null(NULL).to_numpy()
         correlated_rows = find_first_rows(
             calls["correlation"].to_numpy(), calls["event"].cast(pl.Int64).to_numpy(), numbers

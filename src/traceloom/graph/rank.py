@@ -13,6 +13,7 @@ from traceloom.graph.device_edges import (
     MIN_NOTICED_SHARE,
     LateWork,
     add_command_waits,
+    add_dependency_edges,
     add_launch_edges,
     add_occupancy_edges,
     add_queue_edges,
@@ -45,7 +46,7 @@ from traceloom.trace.arrays import extract_column, to_nullable_series
 from traceloom.trace.frames import cast_to_schema
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import Trace
-from traceloom.trace.vocabulary import COPY
+from traceloom.trace.vocabulary import COMMAND, COPY, HOST_NODE
 
 _MAX_NAME_CHARS = 60
 
@@ -171,6 +172,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         to_end=True,
     )
     wait_edges(edges, tree, times, parts.work_node, records, communication=own_communication.work)
+    add_dependency_edges(edges, trace, work, parts.work_node)
     edges.add(
         "synchronize",
         "inferred",
@@ -287,6 +289,11 @@ def _build_nodes(
         ("fill", graph_schema.FILL),
     ):
         work_kind[(category == name).to_numpy()] = graph_schema.NODE_KINDS.index(node_kind)
+    calls_host = category == COMMAND
+    if calls_host.any():
+        names = trace.events["name"].gather(work.row)
+        calls_host &= names.str.starts_with(HOST_NODE)
+        work_kind[calls_host.to_numpy()] = graph_schema.NODE_KINDS.index(graph_schema.HOST)
     work_kind[parts.communication.work] = parts.communication.work_kind
     work_kind[delayed] = graph_schema.NODE_KINDS.index(graph_schema.WAIT)
     kind = np.concatenate(

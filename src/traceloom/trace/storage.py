@@ -42,7 +42,7 @@ from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, Meta, Trace
 
 _HEADER_FILE = "trace.json"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _CHUNK_BYTES = 1 << 20
 PART_ROWS = 1 << 20  # rows read at once of a very large frame
 

@@ -108,11 +108,11 @@ SCHEMAS: dict[str, pl.Schema] = {
     # that of the awaited event record.
     "syncs": build_schema("event kind stream awaited_stream record_correlation event_id"),
     # `flow` is the id in the file; source and target are null where the start or the end of the
-    # arrow hits no event.
+    # arrow hits no event. A dependency is between two nodes of a CUDA graph.
     "flows": build_schema(
         "kind flow source target",
         {
-            "kind": pl.Enum(["launch", "forward-backward", "other"]),
+            "kind": pl.Enum(["launch", "forward-backward", "dependency", "other"]),
             "source": Event,
             "target": Event,
         },

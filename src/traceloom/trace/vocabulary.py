@@ -21,7 +21,9 @@ GPU_EVENT = "gpu_event"  # cuda_event: an event record on a stream, about 1 ns w
 PYTHON = "python"  # python_function: frames and nn.Module calls
 OVERHEAD = "overhead"  # the profiler's own cost
 COLLECTIVE = "collective"  # collective_comm
-COMMAND = "command"  # of an accelerator's command processor (mtia_ccp_events): events, waits; see FROM_COMMAND
+# Of an accelerator's command processor (mtia_ccp_events): events, waits, see FROM_COMMAND; and nodes
+# of a CUDA graph that record an event or call the host (graph_event_node, graph_host_node)
+COMMAND = "command"
 COUNTER_RANGE = "counter_range"  # cuda_profiler_range: CUPTI counters of a range
 PROFILER = "profiler"  # the "Trace" span of the whole recording
 OTHER = "other"  # a category this version does not know; kept and counted
@@ -78,9 +80,12 @@ FROM_KINETO = {
     "overhead": OVERHEAD,
     "collective_comm": COLLECTIVE,
     "mtia_ccp_events": COMMAND,
+    "graph_event_node": COMMAND,
+    "graph_host_node": COMMAND,
     "cuda_profiler_range": COUNTER_RANGE,
     "trace": PROFILER,
 }
+HOST_NODE = "HostNode"  # how the name of a graph's call of the host begins
 # Commands of a command processor by name (MTIA); all other names are computation.
 FROM_COMMAND = {
     "dma_request": COPY,
