@@ -66,6 +66,7 @@ class RankCommunication(Struct, frozen=True):
         work: Numbers of the GPU work that is communication.
         work_kind: Kind of node of each: number in NODE_KINDS.
         host_event: Positions (in the tree) of host events that are communication.
+        host_kind: Kind of node of each.
         about: One row per work, then per host event, with the columns of `communication` but `node`
             and `instance`.
     """
@@ -73,6 +74,7 @@ class RankCommunication(Struct, frozen=True):
     work: Ints
     work_kind: Ints
     host_event: Ints
+    host_kind: Ints
     about: pl.DataFrame
 
     def nodes(self, parts: RankParts) -> Ints:
@@ -124,7 +126,7 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
     host = host[total[tree.stop[host]] == total[host]]
     if not selected.size and not host.size:
         return RankCommunication(
-            selected, selected, host, build_empty_frame("communication").select(_FIELDS)
+            selected, selected, host, host, build_empty_frame("communication").select(_FIELDS)
         )
     # The description of each event that describes a collective; columns `event` and _FIELDS.
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
@@ -149,11 +151,13 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
         fields = pl.concat([fields, _fill_from_context(tree, described, host, tree.name[host])])
     fields = fields.with_columns(pl.col("kind").replace(_MESSAGE_KINDS))
     node_kinds = {"send": graph_schema.SEND, "receive": graph_schema.RECEIVE}
-    codes = [
-        graph_schema.NODE_KINDS.index(node_kinds.get(kind, graph_schema.COLLECTIVE))
-        for kind in fields["kind"].head(selected.size)
-    ]
-    return RankCommunication(selected, np.array(codes, dtype=np.int64), host, fields)
+    codes = np.array(
+        [
+            graph_schema.NODE_KINDS.index(node_kinds.get(kind, graph_schema.COLLECTIVE))
+            for kind in fields["kind"]
+        ]
+    )
+    return RankCommunication(selected, codes[: selected.size], host, codes[selected.size :], fields)
 
 
 def parse_number_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 from msgspec import Struct
@@ -10,11 +12,14 @@ from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Array, Bools, Ints
 from traceloom.trace.arrays import (
     NO_ROW,
+    build_event_column,
+    build_nesting,
     compute_nesting_depths,
     encode_names,
     extract_column,
     find_innermost_stretch,
     find_subtree_stops,
+    to_series,
 )
 from traceloom.trace.frames import contains, contains_any
 from traceloom.trace.trace import Trace
@@ -38,6 +43,7 @@ RECORDS = r"(?i)event_?record|^record_?event"
 STREAM_EVENT_WAITS = r"(?i)stream_?wait_?event|wait_?on_?event"
 # Not a call: an annotation of a back end that communicates from the host itself.
 HOST_BACKENDS = r"^(?:gloo|mpi|ucc):"
+MESSAGES = r"^(?:gloo|mpi|ucc):(?:send|recv)"
 POLLS = r"(?i)(event|stream)_?query|eventgetinfo|eventquerystatus"
 
 AUTOGRAD = r"^autograd::engine::evaluate_function"
@@ -54,6 +60,7 @@ HOST_PATTERNS = (
     RECORDS,
     STREAM_EVENT_WAITS,
     HOST_BACKENDS,
+    MESSAGES,
     AUTOGRAD,
     PLAIN_OP,
     COLLECTIVE,
@@ -128,6 +135,64 @@ class HostTree(Struct, frozen=True):
         is_match = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
         matches: Bools = is_match[self.word if position is None else self.word[position]]
         return matches
+
+
+def separate_messages(trace: Trace) -> Trace:
+    """Puts messages that threads of the host send and receive on lanes of their own: they last from
+    the call to the end of the transfer, while the thread goes on and may send others.
+    """
+    events = trace.events
+    lane = events["lane"].to_numpy().astype(np.int64)
+    is_host = (trace.lanes["kind"] == "host").to_numpy()[lane]
+    is_message = is_host & (events["category"] != vocab.PYTHON).to_numpy()
+    is_message &= match_names(events["name"], MESSAGES)
+    if not is_message.any():
+        return trace
+    start = events["start_ns"].to_numpy()
+    end = start + np.maximum(events["duration_ns"].to_numpy(), 0)
+    lanes, threads = [trace.lanes], np.unique(lane[is_message])
+    affected = np.flatnonzero(np.isin(lane, threads))
+    for thread in threads.tolist():
+        left = np.flatnonzero(is_message & (lane == thread))
+        while left.size:  # once for each of the messages that are on their way at a time
+            follows = np.append(np.searchsorted(start[left], end[left]), left.size)
+            chain = _find_chain(np.maximum(follows, np.arange(1, left.size + 2)))
+            lane[left[chain]] = sum(frame.height for frame in lanes)
+            lanes.append(
+                trace.lanes[[thread]].with_columns(pl.col("name") + f" messages {len(lanes)}")
+            )
+            left = np.delete(left, chain)
+    nesting = build_nesting(
+        lane[affected], start[affected], end[affected], np.ones(affected.size, dtype=np.bool_)
+    )
+    parent, depth, nested_end = (
+        extract_column(events, name, NO_ROW, large=False).copy()
+        for name in ("parent", "depth", "nested_end_ns")
+    )
+    parent[affected] = np.where(nesting.parent >= 0, affected[nesting.parent], NO_ROW)
+    depth[affected], nested_end[affected] = nesting.depth, nesting.nested_end_ns
+    return replace(
+        trace,
+        events=events.with_columns(
+            to_series(lane, pl.UInt32).alias("lane"),
+            build_event_column(parent).alias("parent"),
+            to_series(depth, pl.UInt16).alias("depth"),
+            to_series(nested_end, pl.Int64).alias("nested_end_ns"),
+        ),
+        lanes=pl.concat(lanes).with_columns(lane=pl.int_range(pl.len(), dtype=pl.UInt32)),
+    )
+
+
+def _find_chain(follows: Ints) -> Ints:
+    """Returns the rows that are reached from the first by going from each to the one that follows
+    it; the last of `follows` stands for the end.
+    """
+    reached = np.zeros(1, dtype=np.int64)
+    follows = np.minimum(follows, follows.size - 1)
+    while reached[-1] < follows.size - 1:
+        reached = np.unique(np.append(reached, follows[reached]))
+        follows = follows[follows]
+    return reached[:-1]
 
 
 def build_host_tree(trace: Trace) -> HostTree:

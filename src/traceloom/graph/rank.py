@@ -37,6 +37,7 @@ from traceloom.graph.host_tree import (
     Segments,
     build_host_tree,
     build_segments,
+    separate_messages,
 )
 from traceloom.graph.syncs import find_awaited_work, find_spin_waits, sync_records
 from traceloom.graph.threads import add_hand_off_edges, find_hand_offs, find_loader_waits
@@ -107,6 +108,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
         A graph of one rank, not calibrated: no delays, work equal to the durations, no residuals.
         Times start at 0, which is `trace.start_ns`.
     """
+    trace = separate_messages(trace)
     tree = build_host_tree(trace)
     handovers = find_hand_offs(trace, tree, build_segments(tree))
     host = handovers.host
@@ -130,9 +132,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     kinds[host.last[waiting.call]] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
     kinds[host.last[waiting.calls]] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
     kinds[spinning] = graph_schema.NODE_KINDS.index(graph_schema.BLOCK)
-    kinds[host.first[own_communication.host_event]] = graph_schema.NODE_KINDS.index(
-        graph_schema.COLLECTIVE
-    )
+    kinds[host.first[own_communication.host_event]] = own_communication.host_kind
     parts = RankParts(
         tree=tree,
         host=host,

@@ -12,6 +12,7 @@ from traceloom.graph.host_tree import (
     AUTOGRAD,
     COLLECTIVE,
     HOST_BACKENDS,
+    MESSAGES,
     PLAIN_OP,
     WORKER_LOADERS,
     HostTree,
@@ -353,7 +354,9 @@ def _find_wakeups(  # noqa: PLR0917
         main: The main thread.
         cpu: How long threads ran: one that ran all the time was not idle.
     """
-    gap = (host.owner < 0) & (host.end - host.start >= _MIN_IDLE_NS)
+    # Between messages a lane of messages does nothing
+    is_idle = np.isin(host.lane, tree.lane[tree.named(MESSAGES)])
+    gap = (host.owner < 0) & (is_idle | (host.end - host.start >= _MIN_IDLE_NS))
     gap &= ~cpu.worked(host.lane, host.start, host.end)
     first = np.flatnonzero(np.append(True, host.lane[1:] != host.lane[:-1]))
     after = np.flatnonzero(gap[:-1] & (host.lane[1:] == host.lane[:-1])) + 1

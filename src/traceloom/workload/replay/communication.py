@@ -66,11 +66,13 @@ def check_agreement(plan: ReplayPlan, ranks: Sequence[int]) -> None:
         }
         _check_same(lists, f"group `{name}`", "issue different collectives")
         between = group_ops.filter(pl.col("kind").is_in(POINT_TO_POINT))
-        for pair, both in between.group_by("source", "target", maintain_order=True):
-            lists = {rank: both.filter(pl.col("rank") == rank)["what"] for rank in pair}
+        for (source, target, _), both in between.group_by(
+            "source", "target", "tag", maintain_order=True
+        ):
+            lists = {rank: both.filter(pl.col("rank") == rank)["what"] for rank in (source, target)}
             _check_same(
                 lists,
-                f"group `{name}`, from {pair[0]} to {pair[1]}",
+                f"group `{name}`, from {source} to {target}",
                 "send and receive differently",
             )
 
@@ -94,7 +96,7 @@ def _check_same(lists: Mapping[int, pl.Series], location: str, difference: str) 
 
 
 def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
-    """Returns the collectives of a rank, in order: rank, group, kind, source, target, what (in
+    """Returns the collectives of a rank, in order: rank, group, kind, tag, source, target, what (in
     words, equal on all ranks).
     """
     uses = plan.uses()
@@ -121,6 +123,7 @@ def _list_issued(plan: RankPlan, ranks: Sequence[int]) -> pl.DataFrame:
             pl.lit(plan.rank, pl.Int32).alias("rank"),
             "group",
             "kind",
+            pl.col("tag").fill_null(0),
             pl.when(kind == "send").then(plan.rank).otherwise("peer").alias("source"),
             pl.when(kind == "send").then("peer").otherwise(plan.rank).alias("target"),
             pl.concat_str(
@@ -207,7 +210,11 @@ class RunningGroups:
 
         group = self.groups[rows[0]["group"]]
         ways = [
-            (dist.isend if row["kind"] == "send" else dist.irecv, self.ranks.index(row["peer"]))
+            (
+                dist.isend if row["kind"] == "send" else dist.irecv,
+                self.ranks.index(row["peer"]),
+                row["tag"] or 0,
+            )
             for row in rows
         ]
 
@@ -217,8 +224,8 @@ class RunningGroups:
                 for tensor in tensors
             )
             parts = [
-                dist.P2POp(way, tensor, peer, group)
-                for (way, peer), tensor in zip(ways, carried, strict=True)
+                dist.P2POp(way, tensor, peer, group, tag)
+                for (way, peer, tag), tensor in zip(ways, carried, strict=True)
             ]
             return [AsyncHandles(dist.batch_isend_irecv(parts))] * len(rows)
 
@@ -249,6 +256,7 @@ class RunningGroups:
             self.ranks.index(peer) if peer is not None else 0,
             row["splits_in"],
             row["splits_out"],
+            row["tag"] or 0,
         )
 
         are_carried = _CARRIED.issuperset(dtypes)
@@ -286,6 +294,7 @@ class _Start:
     peer: int
     splits_in: Sequence[int]
     splits_out: Sequence[int]
+    tag: int = 0
 
     def __call__(
         self, source: Sequence[torch.Tensor], target: Sequence[torch.Tensor]
@@ -296,9 +305,9 @@ class _Start:
         if self.kind == "barrier":
             yield dist.barrier(**group)
         elif self.kind == "send":
-            yield from (dist.isend(tensor, self.peer, group=self.group) for tensor in source)
+            yield from (dist.isend(tensor, self.peer, self.group, self.tag) for tensor in source)
         elif self.kind == "recv":
-            yield from (dist.irecv(tensor, self.peer, group=self.group) for tensor in target)
+            yield from (dist.irecv(tensor, self.peer, self.group, self.tag) for tensor in target)
         elif self.kind == "all_reduce":
             yield from (dist.all_reduce(tensor, **group) for tensor in target or source)
         elif self.kind in {"broadcast", "reduce"}:

@@ -35,6 +35,7 @@ _STEP = r"^(?:ProfilerStep|traceloom\.step)#(\d+)"
 _BACKWARD = "autograd::engine::evaluate_function: "
 # Annotations that are not user scopes.
 _NO_SCOPE = r"^(?:autograd::engine::|torch::autograd::|torch(?:\.|::)distributed|traceloom\.step#|ProfilerStep#|gloo:|nccl:)"
+_MESSAGES = r"^(?:gloo|mpi|ucc):(?:send|recv)"
 _RECORDER_SCOPES = r"^traceloom\.(?:module|scope):"
 _PHASES = {"Optimizer.": "optimizer", "enumerate(DataLoader)": "loading", _BACKWARD: "backward"}
 
@@ -127,6 +128,13 @@ class Nodes:
         attributes = dict(
             zip(texts.to_list(), _decode_values(texts, Attributes, "{}"), strict=True)
         )
+        # A message lasts until it is waited for; what is called meanwhile seems to be part of it.
+        names = ops["name"].fill_null("")
+        lasting = names.str.contains(_MESSAGES).to_numpy().copy()
+        own = lasting | (names == "record_param_comms").to_numpy()
+        lasting[parent[lasting & (parent >= 0)]] = True
+        if lasting.any():
+            parent = np.where(own, parent, find_nearest_ancestor(parent, ~lasting))
         return cls(
             host,
             parent.astype(np.int64),
@@ -428,6 +436,7 @@ class Exchange(NamedTuple):
         group: Name of the group, if recorded.
         sequence: Number of the call in its group, if recorded.
         peer: Root or peer as a rank of the group, if there is one.
+        tag: Of a message, if recorded.
         splits: Rows of the first dimension for each rank: sent, received; empty if equal.
         asynchronous: Whether the caller waits later.
     """
@@ -441,6 +450,7 @@ class Exchange(NamedTuple):
     peer: int | None = None
     splits: tuple[list[int], list[int]] = ([], [])
     asynchronous: bool = True
+    tag: int | None = None
 
 
 def read_exchange(
@@ -472,7 +482,7 @@ def read_exchange(
     kind = KINDS.get(schema.name.strip("_"))
     values, kinds = nodes.inputs[row], parse_kinds(nodes.host.ops["input_types"][row])
     sides: tuple[list[RecordedTensor], list[RecordedTensor]] = ([], [])
-    peer, asynchronous = None, True
+    peer, tag, asynchronous = None, None, True
     splits: tuple[list[int], list[int]] = ([], [])
     tensors = iter(nodes.read[row])
     for value, value_kind, argument in zip(values, kinds, schema.arguments, strict=False):
@@ -482,6 +492,8 @@ def read_exchange(
             sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
         elif argument.name in _PEERS:
             peer = _parse_rank(value)
+        elif argument.name == "tag":
+            tag = _parse_rank(value)
         elif argument.name in {"async_op", "asyncOp"}:
             asynchronous = value is not False
         elif argument.name in {"input_split_sizes", "output_split_sizes"} and isinstance(
@@ -512,6 +524,7 @@ def read_exchange(
         peer if peer is not None else details.get("peer"),
         splits if any(splits) else details.get("splits", ([], [])),
         asynchronous and kind != "barrier",
+        tag,
     )
 
 

@@ -121,7 +121,7 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     # `peer` is the root or the peer, a rank of the job. Splits are in rows of the first dimension,
     # empty if equal.
     "collectives": build_schema(
-        "rank collective op kind group sequence peer splits_in splits_out bytes asynchronous",
+        "rank collective op kind group sequence peer tag splits_in splits_out bytes asynchronous",
         {"collective": pl.UInt32, "op": pl.UInt32, "splits_in": _IntegerList, "splits_out": _IntegerList},
     ),
     # Ops that are not run at all, and the reason.
@@ -139,7 +139,7 @@ _FORMAT = ArchiveFormat(
     "plan",
     another_slug="not-a-plan",
     damaged_slug="plan-damaged",
-    version=2,
+    version=3,
     schemas=PLAN_SCHEMAS,
     never_null={
         "ops": (

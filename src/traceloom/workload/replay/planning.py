@@ -689,6 +689,7 @@ class _RankPlanner:
                 "group": group,
                 "sequence": exchange.sequence,
                 "peer": peer,
+                "tag": exchange.tag,
                 "splits_in": exchange.splits[0],
                 "splits_out": exchange.splits[1],
                 "asynchronous": exchange.asynchronous,

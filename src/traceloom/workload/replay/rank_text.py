@@ -211,8 +211,10 @@ def format_collective(row: Mapping[str, Any], sent: Sequence[str], received: Seq
     calls: list[tuple[str, Sequence[str]]]
     if kind in {"send", "recv"}:
         function = ("i" if row["asynchronous"] else "") + kind
+        tag = [f"tag={row['tag']}"] if row["tag"] else []
         calls = [
-            (function, [tensor, peer, group]) for tensor in (sent if kind == "send" else received)
+            (function, [tensor, peer, group, *tag])
+            for tensor in (sent if kind == "send" else received)
         ]
     elif kind in {"all_reduce", "broadcast", "reduce"}:
         root = [] if kind == "all_reduce" else [peer]
@@ -379,6 +381,7 @@ class RankScript:
                 row["kind"],
                 row["group"],
                 row["peer"],
+                row["tag"],
                 *row["splits_in"],
                 None,
                 *row["splits_out"],
