@@ -18,7 +18,15 @@ from msgspec import Struct
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.device_work import DeviceWork
 from traceloom.graph.graph import GRAPH_SCHEMAS, build_empty_frame
-from traceloom.graph.host_tree import HOST_BACKENDS, HostTree, match_names
+from traceloom.graph.host_calls import describe_host_calls
+from traceloom.graph.host_match import Matching
+from traceloom.graph.host_tree import (
+    COLLECTIVE,
+    HOST_BACKENDS,
+    MESSAGES,
+    HostTree,
+    match_names,
+)
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import build_event_column, find_nearest_ancestor
@@ -103,12 +111,15 @@ def _build_kernel_pattern() -> str:
     )
 
 
-def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCommunication:
+def find_communication(
+    trace: Trace, tree: HostTree, work: DeviceWork, matching: Matching | None = None
+) -> RankCommunication:
     """Finds the communication of a rank.
 
     On devices: kernels by the table of names. On hosts: calls of back ends that work there
     (`gloo:all_reduce`). The details come from its own arguments, else from the nearest op or
-    annotation around its launch that describes a collective, else from its name.
+    annotation around its launch that describes a collective, in the trace or in the host trace that
+    was joined to it, else from its name.
     """
     category = trace.events["category"][work.row]
     names = trace.events["name"][work.row]
@@ -130,6 +141,11 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
         )
     # The description of each event that describes a collective; columns `event` and _FIELDS.
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
+    hosted = None
+    if matching is not None:
+        hosted = describe_host_calls(trace, matching)
+        members = pl.concat([members, matching.host.groups.select("group", members="ranks")])
+    members = members.filter(pl.col("members").list.len() > 0)
     described = (
         trace.collectives.filter(~pl.col("kind").is_in(_NON_OPERATIONS) | pl.col("kind").is_null())
         .unique("event", keep="first", maintain_order=True)
@@ -140,7 +156,10 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
             parse_number_list("out_splits", pl.Int64),
             pl.lit(None, pl.Int64).alias("tag"),
         )
+        .select("event", *_FIELDS)
     )
+    if hosted is not None and hosted.height:
+        described = _complete(described, hosted, members.unique("group"))
     number = np.full(trace.events.height, -1)
     number[described["event"].to_numpy()] = np.arange(described.height)
     rows = work.row[selected]
@@ -158,6 +177,29 @@ def find_communication(trace: Trace, tree: HostTree, work: DeviceWork) -> RankCo
         ]
     )
     return RankCommunication(selected, codes[: selected.size], host, codes[selected.size :], fields)
+
+
+def _complete(described: pl.DataFrame, hosted: pl.DataFrame, members: pl.DataFrame) -> pl.DataFrame:
+    """Returns the descriptions of events, with what the host trace knows where they say nothing."""
+    ranks = pl.coalesce("ranks", "members")
+    hosted = (
+        hosted.filter(~pl.col("kind").is_in(_NON_OPERATIONS))
+        .join(members, on="group", how="left", maintain_order="left")
+        .with_columns(
+            ranks,
+            pl.coalesce(ranks.list.get(pl.col("peer"), null_on_oob=True), "peer").alias("peer"),
+        )
+    )
+    missing = [
+        pl.lit(None, dtype).alias(name)
+        for name, dtype in described.schema.items()
+        if name not in hosted.columns
+    ]
+    return (
+        pl.concat([described, hosted.with_columns(missing).select(described.columns)])
+        .group_by("event", maintain_order=True)
+        .agg(pl.all().drop_nulls().first())
+    )
 
 
 def parse_number_list(column: str, dtype: type[pl.DataType]) -> pl.Expr:
@@ -201,7 +243,16 @@ def _fill_from_context(
     positions = tree.position[described["event"].to_numpy()]
     number[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
     is_described = number >= 0
-    outer = np.append(find_nearest_ancestor(tree.parent, is_described[:-1]), -1)
+    # A message is on a lane of its own, apart from its call.
+    parent = tree.parent.copy()
+    message = np.flatnonzero((parent < 0) & tree.named(MESSAGES))
+    calls = np.flatnonzero(tree.named(COLLECTIVE))
+    if message.size and calls.size:
+        calls = calls[np.argsort(tree.start[calls], kind="stable")]
+        index = np.searchsorted(tree.start[calls], tree.start[message], side="right") - 1
+        inside = (index >= 0) & (tree.end[calls[index]] >= tree.start[message])
+        parent[message] = np.where(inside, calls[index], -1)
+    outer = np.append(find_nearest_ancestor(parent, is_described[:-1]), -1)
     parts = [] if own_rows is None else [described[build_event_column(own_rows)]]
     current = position
     # The call of the back end, the op that describes it, the op of the framework

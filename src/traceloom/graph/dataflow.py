@@ -155,8 +155,8 @@ def _list_tensor_uses(
         pl.col("input_types").fill_null("").alias("input_types"),
         pl.col("output_types").fill_null("").alias("output_types"),
     )
-    read = _parse_tensors(op_fields, "inputs", "input_types").with_columns(output=False)
-    outputs = _parse_tensors(op_fields, "outputs", "output_types").with_columns(output=True)
+    read = parse_tensors(op_fields, "inputs", "input_types").with_columns(output=False)
+    outputs = parse_tensors(op_fields, "outputs", "output_types").with_columns(output=True)
     # Outputs in the storage of an input are views, unless the op is known to change its inputs.
     input_storages = read.select("id", "storage", given=True).unique()
     changes = op_fields.select(
@@ -233,7 +233,7 @@ def _separate_storages(mentions: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
+def parse_tensors(op_fields: pl.DataFrame, values: str, types: str) -> pl.DataFrame:
     """Returns the tensors in a list of values: id, tensor, storage, content (elements, bytes of
     each, type), on_device.
     """

@@ -117,7 +117,7 @@ def link_rank(trace: Trace, matching: Matching | None = None) -> Graph:
     records = sync_records(trace, tree)
     waiting = find_awaited_work(trace, tree, work, times, records)
     spinning, spun_on = find_spin_waits(trace, tree, host, times, handovers.waits)
-    own_communication = find_communication(trace, tree, work)
+    own_communication = find_communication(trace, tree, work, matching)
     submits = np.zeros(tree.row.size, dtype=np.bool_)
     submits[work.call[work.call >= 0]] = True
     call = np.flatnonzero(tree.call)
