@@ -423,6 +423,7 @@ _KINDS = {
 KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _IN_PLACE = {"all_reduce", "broadcast", "reduce"}
 _PEERS = {"root_rank", "dst", "src", "root"}
+_MAX_RANKS = 1 << 20
 
 
 class Exchange(NamedTuple):
@@ -580,6 +581,11 @@ def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
     ]
     if len(lists) == 2:
         out["splits"] = (_parse_splits(lists[0]), _parse_splits(lists[1]))
+    numbers = [parse_whole_number(value) for value in other_values[name_index + 3 :]]
+    if len(numbers) == 3:  # of the group's ranks the first, the stride, and how many
+        first, stride, size = (-1 if number is None else number for number in numbers)
+        if first >= 0 and 0 < size <= _MAX_RANKS and (stride > 0 or size == 1):
+            out["ranks"] = [first + stride * index for index in range(size)]
     return out
 
 
@@ -612,13 +618,20 @@ def list_groups(
             str(name),
             {"name": str(name), "description": description, "backend": None, "ranks": ranks},
         )
+    for row in (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list():
+        call = _parse_communication(nodes, row)
+        if call.get("ranks") and call["name"] != WAIT:
+            name = call["group"]
+            about = {"name": name, "description": None, "backend": None, "ranks": call["ranks"]}
+            out.setdefault(name, about)
     if not out:
         world_group = {
             "name": "0",
             "description": "all ranks, since none is recorded",
             "backend": None,
         }
-        out["0"] = world_group | {"ranks": list(range(max(world_size, rank + 1)))}
+        least = 2 if capture is None and nodes.exchanges.any() else 1  # with itself none speaks
+        out["0"] = world_group | {"ranks": list(range(max(world_size, rank + 1, least)))}
     return list(out.values())
 
 

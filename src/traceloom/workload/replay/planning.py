@@ -639,9 +639,14 @@ class _RankPlanner:
             try:
                 schema = parse_schema(self.schemas[row])
             except UnreadableSchemaError as error:
-                self.leave_out(row, "unreadable-schema", str(error))
-                return
-        exchange = read_exchange(self.nodes, row, schema, inner)
+                if inner is None:
+                    self.leave_out(row, "unreadable-schema", str(error))
+                    return
+        call = row if schema is not None or inner is None else inner
+        exchange = read_exchange(self.nodes, call, schema, inner)
+        if call in self.nodes.unreadable:
+            self.leave_out(row, "unreadable-values", self.nodes.unreadable[call])
+            return
         if exchange.kind == WAIT:
             # a wait has the sequence number of its collective, but not the group
             collective = next(

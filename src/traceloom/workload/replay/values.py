@@ -246,7 +246,8 @@ def build_layout(kinds: tuple[Kind, ...], shapes: Any, strides: Any) -> Layout:
     """
     out: list[tuple[int, RecordedGeometry | Layout]] = []
     for index, kind in enumerate(kinds):
-        steps = strides[index] if kind and isinstance(strides, list) else None
+        has_strides = kind and isinstance(strides, list) and index < len(strides)
+        steps = strides[index] if has_strides else None
         if isinstance(kind, tuple):
             if count_tensors(kind):
                 out.append((index, build_layout(kind, shapes[index], steps)))
