@@ -434,7 +434,8 @@ class _LiveBytes:
             if (before := self._storages.pop(register, None)) is not None:
                 self._holders[before] -= 1
                 self._bytes -= 0 if self._holders[before] else before[1]
-            if hasattr(tensor := self._registers[register], "untyped_storage"):
+            tensor = self._registers[register]
+            if str(getattr(tensor, "layout", None)) == "torch.strided":  # others have no storage
                 storage = tensor.untyped_storage()
                 now = self._storages[register] = storage.data_ptr(), storage.nbytes()
                 self._bytes += 0 if self._holders[now] else now[1]

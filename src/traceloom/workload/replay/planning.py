@@ -350,6 +350,8 @@ class _RankPlanner:
     _waited: set[int] = field(default_factory=set)
     _by_sequence: dict[tuple[str | None, int], int] = field(default_factory=dict)
     _guessed_groups: int = 0
+    # the sparse tensors that ops which are run made
+    _sparse: set[int] = field(default_factory=set)
     # encoded arguments of calls with their flags, by the recorded values and types
     _arguments: dict[tuple[Any, ...], tuple[bytes, list[str]]] = field(default_factory=dict)
     _called: dict[tuple[str, int], list[str]] | None = None
@@ -460,6 +462,18 @@ class _RankPlanner:
             text = "shapes of its tensors are symbols, which PyTorch does not write: record a step that compiles nothing"
             self.leave_out(row, "symbolic-shape", text)
             return
+        if not all(map(_STORAGE, read)) and any(
+            tensor.is_sparse and tensor.identity not in self._sparse for tensor in read
+        ):
+            text = (
+                f"{self.names[row]} is given a sparse tensor that no op made here: no file holds it"
+            )
+            self.leave_out(row, "sparse-tensor", text)
+            return
+        if refusal is None:
+            self._sparse.update(tensor.identity for tensor in returned if tensor.is_sparse)
+        else:
+            self._sparse.difference_update(tensor.identity for tensor in returned)
         if self._pending:
             self.wait_for(read)
         numbers: dict[int, tuple[str, float]] = {}
@@ -619,6 +633,7 @@ class _RankPlanner:
 
     def leave_out(self, row: int, reason: str, text: str) -> None:
         self.storages.forget(self.nodes.returned[row])
+        self._sparse.difference_update(tensor.identity for tensor in self.nodes.returned[row])
         durations = self.originals.durations_ns.get(self.ids[row])
         self.omitted.append(
             {

@@ -179,6 +179,12 @@ class RecordedTensor(NamedTuple):
         """
         return not (self.storage or self.elements or self.geometry.shape)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it has elements but no storage of its own: what it holds is in no file."""
+        has_elements = bool(self.geometry.shape and self.geometry.span)
+        return has_elements and not (self.storage or self.elements)
+
 
 _new = tuple.__new__
 
