@@ -134,7 +134,7 @@ SIMULATION: dict[str, Column] = {
 
 _UNTIMED = "no timed step is recorded"
 _PARTIAL_REPLAY = "no timed step is recorded, or a part of one is replayed"
-_NO_CPU = "the recording does not say, or a part of a step is replayed"
+_NO_CPU = "the recording does not say, several threads called ops, or a part of a step is replayed"
 _NO_GPU = "one of the sides launched no GPU work, or its GPU work was not recorded"
 _NO_WORK = "they launched no GPU work, or it was not recorded"
 _ASYNCHRONOUS = "it is asynchronous, and ends later than its call"
@@ -190,10 +190,10 @@ REPLAY: dict[str, Column] = {
         "whole.replayed_ns": Column("time", "Replayed", "a pass, median"),
         "whole.ratio": Column("number", "Ratio", "replayed over recorded", _PARTIAL_REPLAY),
         "whole.recorded_cpu_ns": Column(
-            "time", "CPU recorded", "processor time of the process in a step", _NO_CPU
+            "time", "CPU recorded", "processor time of the program's thread in a step", _NO_CPU
         ),
         "whole.replayed_cpu_ns": Column(
-            "time", "CPU replayed", "processor time of the process in a pass"
+            "time", "CPU replayed", "processor time of the thread that calls the ops, in a pass"
         ),
         "whole.cpu_ratio": Column(
             "number", "CPU ratio", "replayed over recorded processor time", _NO_CPU

@@ -126,7 +126,7 @@ PLAN_SCHEMAS: dict[str, pl.Schema] = {
     ),
     # Ops that are not run at all, and the reason.
     "omitted": build_schema("rank node name reason text duration_ns", {"node": pl.Int64, "text": pl.String}),
-    # The timed steps with their duration, and the processor time of the process in each.
+    # The timed steps with their duration, and the processor time of the thread that marked them.
     "steps": build_schema("rank step duration_ns cpu_ns"),
     # Compiled graphs, whose CPU kernels are in no host trace: their number per step, and their time
     # outside of ops.
@@ -530,7 +530,7 @@ class RankReplayResult(Result):
     Attributes:
         rank: The rank of the recorded job.
         iteration_ns: Time of each pass over the whole plan, without inner timers.
-        iteration_cpu_ns: Processor time of the process in each.
+        iteration_cpu_ns: Processor time of the thread that called the ops in each.
         ops: op (row of the plan's `ops`); durations_ns and cpu_ns in passes with a timer around
             each op; gpu_ns, the time of the GPU work that it launched, the median over profiled
             passes, null if there were none.

@@ -52,6 +52,7 @@ ThreadMode = Literal["one", "recorded"]
 _MEDIAN_TOLERANCE = 0.02
 _CONFIDENCE = 0.95
 _WARMUP_PASSES, _WARMUP_S = 2, 1.0
+_MIN_BUSY_SHARE = 0.05  # of the time of the passes
 # Number of recorded passes, of passes before them, and of passes for the recorder's graph step.
 _RECORDED_PASSES, _PASSES_BEFORE_RECORDED, _GRAPH_STEP_PASSES = 5, 3, 3
 _MAX_MEAN_MAGNITUDE = 1e6
@@ -197,10 +198,7 @@ def choose_device(
         str(name).partition(":")[0]
         for rank_plan in plan
         for name in rank_plan.storages["device"].unique()
-    } - {
-        "cpu",
-        "meta",
-    }
+    } - {"cpu", "meta", ""}  # a sparse tensor has no storage that is anywhere
     kind = options.device or next(
         (name for name in sorted(recorded) if _is_device_available(name)), "cpu"
     )
@@ -446,7 +444,7 @@ class PlanRunner:
         call_wrapper: Callable[..., Any] | None = None,
         wait_for_ranks: Callable[[], None] | None = None,
     ) -> tuple[int, int]:
-        """Runs one pass; returns wall time and processor time of the process, ns.
+        """Runs one pass; returns wall time and processor time of the thread that calls the ops, ns.
 
         Args:
             with_timer: Use a timer around each op; `program.times` returns the readings.
@@ -466,10 +464,10 @@ class PlanRunner:
             self._synchronize()
             if wait_for_ranks:
                 wait_for_ranks()
-            cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+            cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
             run()
             self._synchronize()
-            return time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+            return time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
 
     def peak_bytes(self) -> int:
         """Returns the peak bytes of live tensors."""
@@ -545,7 +543,7 @@ def run_passes(
         for _ in range(_WARMUP_PASSES):
             if agree_to_continue(time.monotonic() - started < _WARMUP_S):
                 runner.run_pass(wait_for_ranks=wait_for_ranks)
-        started = time.monotonic()
+        started, waited_ns = time.monotonic(), _read_waiting_ns()
         while should_continue:
             wall, cpu = runner.run_pass(wait_for_ranks=wait_for_ranks)
             wall_times_ns.append(wall)
@@ -561,6 +559,7 @@ def run_passes(
             should_continue = agree_to_continue(
                 not enough and time.monotonic() - started < options.max_time_s
             )
+        waited_share = (_read_waiting_ns() - waited_ns) / 1e9 / (time.monotonic() - started)
     finally:
         gc.enable()
     ops = (
@@ -569,6 +568,12 @@ def run_passes(
         .agg(pl.col("duration_ns").alias("durations_ns"), pl.col("cpu_ns"))
     )
     notices = []
+    if waited_share >= _MIN_BUSY_SHARE:
+        text = (
+            f"the machine is busy: for {waited_share:.0%} of the time of the passes, the replay waited for a processor "
+            "that others used; alone it takes less"
+        )
+        notices.append(Notice("busy-machine", "warning", text, rank=runner.plan.rank))
     try:
         device_times = measure_device_times(runner, wait_for_ranks)
     except TraceloomError as error:
@@ -594,6 +599,16 @@ def run_passes(
         runner.stand_ins,
         tuple(notices),
     )
+
+
+def _read_waiting_ns() -> int:
+    """Returns how long this thread has been ready to run while others ran; 0 where the system does
+    not say.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _build_op_messages(plan: RankPlan, text_by_op: dict[int, str]) -> pl.DataFrame:
