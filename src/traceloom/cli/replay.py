@@ -390,14 +390,16 @@ def _resolve_output_files(
     from traceloom.report.views.files import TABLE_FILE_PATTERN
 
     def script(plan: ReplayPlan, handle: BinaryIO) -> None:
-        from traceloom.workload.replay.script import write_script, write_worst
+        from traceloom.workload.replay.script import write_worst
+        from traceloom.workload.replay.trial import write_tried_script
 
         if args.op or args.slowest:
             text = write_worst(
                 plan, args.op, args.slowest or _DEFAULT_SLOWEST_COUNT, seed=args.seed
             )
         else:
-            text = write_script(plan, seed=args.seed)
+            text, said = write_tried_script(plan, build_run_options(args))
+            outputs.print_messages(args, *said)
         handle.write(encode_utf8(text))
 
     plan_writers: dict[str, Callable[[ReplayPlan, BinaryIO], object]] = {

@@ -22,7 +22,15 @@ import polars as pl
 from traceloom.system import units
 from traceloom.workload.replay.binding import find_replacement
 from traceloom.workload.replay.folding import FoldedProgram, ProgramLine, find_repeats
-from traceloom.workload.replay.plan import COLLECTIVE, ITEM_BYTES, RUN, VIEW, WAIT, RankPlan
+from traceloom.workload.replay.plan import (
+    COLLECTIVE,
+    ITEM_BYTES,
+    RUN,
+    VIEW,
+    WAIT,
+    RankPlan,
+    RankReplayResult,
+)
 from traceloom.workload.replay.schema import (
     NEVER_GIVEN,
     OperatorSchema,
@@ -303,6 +311,7 @@ class RankScript:
         seed: Random seed of the contents.
         extra_namespaces: Allowed namespaces of ops in addition to PyTorch's own.
         alone: Whether communication is replaced by its recorded time.
+        tried: A replay of it, from which it is known which ops fail.
 
     Attributes:
         ops: Rows of the plan.
@@ -311,9 +320,17 @@ class RankScript:
     """
 
     def __init__(
-        self, plan: RankPlan, seed: int, extra_namespaces: frozenset[str], *, alone: bool
+        self,
+        plan: RankPlan,
+        seed: int,
+        extra_namespaces: frozenset[str],
+        *,
+        alone: bool,
+        tried: RankReplayResult | None = None,
     ) -> None:
         self.plan = plan
+        self._failed = frozenset(() if tried is None else tried.failures["op"])
+        self._changed = frozenset(() if tried is None else tried.replaced["op"])
         self._seed = seed
         self.ops: list[Op] = plan.ops.to_dicts()
         self._tensors = plan.tensors.to_dicts()
@@ -361,13 +378,13 @@ class RankScript:
             op["inputs"],
             [output for output in op["outputs"] if output is not None],
         )
-        if op["action"] == RUN and isinstance(self._calls[op["call"]], CallText):
+        if (
+            op["action"] == RUN
+            and op["op"] not in self._failed
+            and isinstance(self._calls[op["call"]], CallText)
+        ):
             present = tuple(output is not None for output in op["outputs"])
-            shapes = (
-                tuple(map(self._geometry, received))
-                if op["name"].partition("::")[2] in _BY_CONTENT
-                else ()
-            )
+            shapes = tuple(map(self._geometry, received)) if self._depends_on_content(op) else ()
             self._add((op["call"], present, shapes), op, consumed, received)
         elif op["action"] == VIEW:
             self._add(("view", self._geometry(received[0])), op, consumed, received)
@@ -399,6 +416,10 @@ class RankScript:
             key = ("stand-in", op["name"], self.recorded_ns(op), *made_as)
             self._add(key, {**op, "action": "stand-in", "outputs": new}, consumed, new)
 
+    def _depends_on_content(self, op: Op) -> bool:
+        """Returns whether an op can return another shape than recorded."""
+        return op["op"] in self._changed or op["name"].partition("::")[2] in _BY_CONTENT
+
     def _add(self, key: Hashable, meaning: Op, reads: Iterable[int], writes: Iterable[int]) -> None:
         kind_number = self._numbers.setdefault(key, len(self._numbers))
         if kind_number == len(self.meanings):
@@ -426,7 +447,8 @@ class RankScript:
         op = self.meanings[kind_number]
         call = self._calls[op["call"]] if op["action"] == RUN else None
         return op["action"] == "stand-in" or (
-            isinstance(call, CallText) and (call.returns_list or call.is_nested)
+            isinstance(call, CallText)
+            and (call.returns_list or call.is_nested or op["op"] in self._changed)
         )
 
     def expression(self, op: Op, names: Sequence[str]) -> str:
@@ -457,8 +479,13 @@ class RankScript:
         call = self._calls[op["call"]]
         assert isinstance(call, CallText)
         text = call.write(names)
+        if op["op"] in self._changed:
+            likes = [
+                "None" if output is None else f"({self._like(output)})" for output in op["outputs"]
+            ]
+            return f"ensure_recorded_shapes({', '.join([text, *likes])})"
         if (
-            op["name"].partition("::")[2] in _BY_CONTENT
+            self._depends_on_content(op)
             and len(op["outputs"]) == 1
             and op["outputs"][0] is not None
         ):

@@ -415,8 +415,8 @@ class PlanRunner:
         )
         lowering = ProgramBuilder(plan, mode)
         check_memory(plan, device, options.memory_limit, process_count, lowering.needed)
-        torch.manual_seed(options.seed)
         self.plan = plan
+        self._seed = options.seed
         self.device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._cpu_clock = (
@@ -425,6 +425,7 @@ class PlanRunner:
         with torch.no_grad():
             self._contents = _ExternalStorages(plan, device, options.seed, lowering.needed)
             self.program, self.stand_ins = lowering.program(self._contents.tensors)
+            torch.manual_seed(self._seed)
             self.program.settle(*([self._raise_op_error] if options.strict else []))
             self._contents.find_changes(self.program.registers, lowering.kernel_written_storages)
 
@@ -461,6 +462,8 @@ class PlanRunner:
                 run = partial(self.program.run_timed, self._cpu_clock)
             elif call_wrapper:
                 run = partial(self.program.run_wrapped, call_wrapper)
+            # Random numbers that are lengths must be those for which the first pass found what runs
+            torch.manual_seed(self._seed)
             self._synchronize()
             if wait_for_ranks:
                 wait_for_ranks()

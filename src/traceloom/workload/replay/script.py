@@ -20,7 +20,7 @@ from traceloom import __version__
 from traceloom.errors import UsageError, nearest
 from traceloom.system import units
 from traceloom.workload.replay import contents
-from traceloom.workload.replay.plan import RUN, RankPlan, ReplayPlan
+from traceloom.workload.replay.plan import RUN, RankPlan, Replayed, ReplayPlan
 from traceloom.workload.replay.rank_text import Functions, RankScript
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ def ensure_recorded_shape(
     if tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype:
         return tensor
     return torch.empty_strided(shape, strides, dtype=dtype, device=tensor.device).zero_()
+
+
+def ensure_recorded_shapes(values: Any, *recorded: tuple[Any, ...] | None) -> list[Any]:
+    """What an op returns, with zeros of the recorded shape where the contents led to another."""
+    return [
+        value if like is None else ensure_recorded_shape(value, *like)
+        for value, like in zip(flatten_values(values), recorded, strict=False)
+    ]
 
 
 class PendingWorks(list[Any]):
@@ -195,10 +203,14 @@ _JOIN = """\
 _MEASURE = """\
     w = outside()
     with torch.no_grad():
-        for _ in range(3):
+        def run() -> None:
+            torch.manual_seed(0)  # random numbers that are lengths fit together
             step(w)
-        times = measure_runs(lambda: step(w), RUNS, DEVICE)
-        here = measure_by_op(lambda: step(w))
+
+        for _ in range(3):
+            run()
+        times = measure_runs(run, RUNS, DEVICE)
+        here = measure_by_op(run)
     print(f"WHAT: {summarize_times(times, STEP_NS)}")
 """
 _COMPARE = """\
@@ -218,7 +230,11 @@ if __name__ == "__main__":
 
 
 def write_script(
-    plan: ReplayPlan, *, seed: int = 0, extra_namespaces: frozenset[str] = frozenset()
+    plan: ReplayPlan,
+    *,
+    seed: int = 0,
+    extra_namespaces: frozenset[str] = frozenset(),
+    tried: Replayed | None = None,
 ) -> str:
     """Returns a plan as a Python file.
 
@@ -227,12 +243,22 @@ def write_script(
             communication is replaced by its recorded times.
         seed: Random seed of the contents.
         extra_namespaces: Allowed namespaces of ops in addition to PyTorch's own.
+        tried: A replay of the plan: ops that failed in it are left out, and those that returned
+            another shape than recorded are given the recorded one.
     """
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
     ranks_by_code: dict[str, tuple[Functions, list[int]]] = {}
     for rank_plan in plan if world > 1 else [first]:
-        functions = Functions(RankScript(rank_plan, seed, extra_namespaces, alone=world == 1))
+        functions = Functions(
+            RankScript(
+                rank_plan,
+                seed,
+                extra_namespaces,
+                alone=world == 1,
+                tried=None if tried is None else tried.ranks.get(rank_plan.rank),
+            )
+        )
         code = "\n".join(
             line
             for line in functions.write().splitlines()
@@ -241,6 +267,7 @@ def write_script(
         ranks_by_code.setdefault(code, (functions, []))[1].append(rank_plan.rank)
     parts = [functions.write() for functions, _ in ranks_by_code.values()]
     measure = _MEASURE.replace("RUNS", "options.runs or 20" if world > 1 else "options.runs")
+    measure = measure.replace("manual_seed(0)", f"manual_seed({seed})")
     measure = measure.replace("WHAT", "rank {rank}" if world > 1 else "step")
     if len(ranks_by_code) > 1:  # the programs of ranks differ: each gets its own
         parts = [functions.write(f"_of_{ranks[0]}") for functions, ranks in ranks_by_code.values()]
@@ -268,6 +295,7 @@ def write_script(
         run_stand_in,
         flatten_values,
         ensure_recorded_shape,
+        ensure_recorded_shapes,
         PendingWorks,
     ]
     always = [measure_runs, measure_by_op, compare_times, summarize_times]
@@ -431,8 +459,14 @@ def _copy_sources(parts: Sequence[Any], within: Sequence[str] | None = None) -> 
     """Returns the sources of functions without their import of torch; if `within` is given, only of
     those called there.
     """
-    return [
-        inspect.getsource(part).replace("    import torch\n\n", "").rstrip()
+    sources = {
+        part.__name__: inspect.getsource(part).replace("    import torch\n\n", "").rstrip()
         for part in parts
-        if within is None or any(f"{part.__name__}(" in text for text in within)
+    }
+    called = [*(within or ())]
+    called += [source for name, source in sources.items() if any(f"{name}(" in t for t in called)]
+    return [
+        source
+        for name, source in sources.items()
+        if within is None or any(f"{name}(" in text for text in called if text != source)
     ]
