@@ -145,7 +145,7 @@ def dry_run(plan: ReplayPlan, *, imports: Sequence[str] = ()) -> dict[int, RankD
     require_torch()
     from traceloom.workload.replay.running import import_custom_ops
 
-    extra_namespaces = import_custom_ops(imports)
+    extra_namespaces = import_custom_ops(imports, plan)
     guessed = {notice.rank for notice in plan.notices if notice.slug == GUESSED_STRIDES}
     return {
         rank: dry_run_rank(

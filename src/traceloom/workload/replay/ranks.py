@@ -388,7 +388,7 @@ def _run_rank(  # noqa: PLR0917  (all of them are unrelated)
         run_passes,
     )
 
-    namespaces = import_custom_ops(options.imports)
+    namespaces = import_custom_ops(options.imports, plan)
     if plan.threads:
         torch.set_num_threads(plan.threads)
     torch.set_flush_denormal(True)

@@ -4,6 +4,7 @@ median is precise.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import math
@@ -12,7 +13,7 @@ import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from traceloom.workload.replay.program import (
     create_view,
     should_stay_on_cpu,
 )
-from traceloom.workload.replay.schema import UnreadableSchemaError, parse_schema
+from traceloom.workload.replay.schema import UnreadableSchemaError, find_own_modules, parse_schema
 
 if TYPE_CHECKING:
     import torch
@@ -230,9 +231,9 @@ def _is_device_available(kind: str) -> bool:
         return False
 
 
-def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
-    """Imports modules that define custom ops, also from the current directory; returns their
-    namespaces.
+def import_custom_ops(modules: Sequence[str], plans: Iterable[RankPlan] = ()) -> frozenset[str]:
+    """Imports modules that define custom ops, also from the current directory, and those of PyTorch
+    that define ops of some plans; returns their namespaces.
 
     Raises:
         UsageError: slug `no-such-module`.
@@ -242,7 +243,11 @@ def import_custom_ops(modules: Sequence[str]) -> frozenset[str]:
     def namespaces() -> set[str]:
         return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
 
-    before = namespaces()
+    own = find_own_modules(schema for plan in plans for schema in plan.calls["schema"])
+    for module in own.values():
+        with contextlib.suppress(ImportError):  # of another version: its ops get stand-ins
+            importlib.import_module(module)
+    before = namespaces() - {*own}
     sys.path += [str(Path.cwd())] if modules else []
     for module in modules:
         try:

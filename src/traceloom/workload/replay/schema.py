@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -350,6 +351,22 @@ class _Scanner:
 
 
 NAMESPACES = frozenset({"aten", "prims"})
+OWN_MODULES = {
+    "_dtensor": "torch.distributed.tensor",
+    "ao": "torch._functorch._activation_offloading.offload_ops",
+    "bucketing": "torch._inductor.fx_passes.bucketing",
+    "fsdp": "torch.distributed.fsdp",
+    "quantized_decomposed": "torch.ao.quantization.fx._decomposed",
+    "torch_attn": "torch.nn.attention.varlen",
+}
+"""Modules of PyTorch that bring ops of their own when they are imported, by namespace."""
+
+
+def find_own_modules(schemas: Iterable[str]) -> dict[str, str]:
+    """Returns the modules of PyTorch that bring the ops of some schemas, by namespace."""
+    namespaces = {schema.partition("::")[0] for schema in schemas}
+    return {name: module for name, module in OWN_MODULES.items() if name in namespaces}
+
 
 # Allowed types of values. Dictionaries, classes, futures, streams, enums and values of any type are
 # not data.

@@ -22,6 +22,7 @@ from traceloom.system import units
 from traceloom.workload.replay import contents
 from traceloom.workload.replay.plan import RUN, RankPlan, Replayed, ReplayPlan
 from traceloom.workload.replay.rank_text import Functions, RankScript
+from traceloom.workload.replay.schema import find_own_modules
 
 if TYPE_CHECKING:
     import torch
@@ -248,6 +249,8 @@ def write_script(
     """
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
+    own = find_own_modules(schema for rank_plan in plan for schema in rank_plan.calls["schema"])
+    extra_namespaces |= {*own}
     ranks_by_code: dict[str, tuple[Functions, list[int]]] = {}
     for rank_plan in plan if world > 1 else [first]:
         functions = Functions(
@@ -302,7 +305,11 @@ def write_script(
     parts = [*_copy_sources(helpers, parts), *_copy_sources(always), *parts, "".join(main).rstrip()]
     return _build_file(
         _describe_plan(plan, world, first),
-        [f"DEVICE = {_find_device(first)!r}", *_format_constants(plan, world, first)],
+        [
+            *(f"import {module}" for module in own.values()),
+            f"DEVICE = {_find_device(first)!r}",
+            *_format_constants(plan, world, first),
+        ],
         parts,
     )
 
