@@ -247,7 +247,7 @@ def import_custom_ops(modules: Sequence[str], plans: Iterable[RankPlan] = ()) ->
     for module in own.values():
         with contextlib.suppress(ImportError):  # of another version: its ops get stand-ins
             importlib.import_module(module)
-    before = namespaces() - {*own}
+    before = namespaces()
     sys.path += [str(Path.cwd())] if modules else []
     for module in modules:
         try:

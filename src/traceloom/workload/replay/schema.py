@@ -350,7 +350,6 @@ class _Scanner:
         return float(value) if kind.leaf == "float" and type(value) is int else value
 
 
-NAMESPACES = frozenset({"aten", "prims"})
 OWN_MODULES = {
     "_dtensor": "torch.distributed.tensor",
     "ao": "torch._functorch._activation_offloading.offload_ops",
@@ -360,6 +359,7 @@ OWN_MODULES = {
     "torch_attn": "torch.nn.attention.varlen",
 }
 """Modules of PyTorch that bring ops of their own when they are imported, by namespace."""
+NAMESPACES = frozenset({"aten", "prims", *OWN_MODULES})
 
 
 def find_own_modules(schemas: Iterable[str]) -> dict[str, str]:

@@ -250,7 +250,6 @@ def write_script(
     world = plan.world_size if len(plan.ranks) == plan.world_size else 1
     first = next(iter(plan))
     own = find_own_modules(schema for rank_plan in plan for schema in rank_plan.calls["schema"])
-    extra_namespaces |= {*own}
     ranks_by_code: dict[str, tuple[Functions, list[int]]] = {}
     for rank_plan in plan if world > 1 else [first]:
         functions = Functions(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from traceloom.errors import CheckError, InputError
 from traceloom.system import units
-from traceloom.workload.replay.plan import STAND_IN, Replayed, ReplayPlan
+from traceloom.workload.replay.plan import Replayed, ReplayPlan
 from traceloom.workload.replay.planning import StatusCallback
 from traceloom.workload.replay.ranks import replay
 from traceloom.workload.replay.running import RunOptions
@@ -76,11 +76,10 @@ def _list_left_out(
 ) -> Iterator[str]:
     omitted: Counter[tuple[str, str]] = Counter()
     for rank in ranks:
-        rank_plan = plan.ranks[rank]
-        stand_ins = rank_plan.ops.filter(action=STAND_IN).select("name", "reason")
-        for frame in (rank_plan.omitted.select("name", "reason"), stand_ins):
-            omitted.update(frame.iter_rows())
+        omitted.update(plan.ranks[rank].omitted.select("name", "reason").iter_rows())
         if tried is not None:
-            omitted.update(tried.ranks[rank].failures.select("name", "text").iter_rows())
+            result = tried.ranks[rank]
+            omitted.update(result.stand_ins.select("name", "reason").iter_rows())
+            omitted.update(result.failures.select("name", "text").iter_rows())
     for (name, reason), count in omitted.most_common():
         yield f"left out: {units.format_count(count)} × {name} ({reason.partition(' (arguments ')[0]})"
