@@ -61,6 +61,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> ReplayPlan:
         ({"batch": 10}, {"batch": Fraction(2)}),
         ({"batch": 2}, {"batch": Fraction(2, 5)}),
         ({"length": 21}, {"factors": {7: Fraction(3)}}),
+        ({"batch": 10, "length": 21}, {"batch": Fraction(2), "factors": {7: Fraction(3)}}),
         (
             {"width": 24},
             {"factors": {4: Fraction(2), 12: Fraction(2), 24: Fraction(2), 36: Fraction(2)}},
@@ -80,6 +81,13 @@ def test_a_scaled_plan_is_the_plan_of_the_scaled_program(
 def test_a_size_that_no_tensor_has_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no tensor has a dimension of 777"):
         scale_plan(base, {777: Fraction(2)})
+    with pytest.raises(UsageError, match="no tensor has a dimension of 777"):
+        scale_plan(base, {777: Fraction(2)}, batch=Fraction(2))
+
+
+def test_two_factors_on_the_batch_are_refused(base: ReplayPlan) -> None:
+    with pytest.raises(UsageError, match="the batch is 5"):
+        scale_plan(base, {5: Fraction(3)}, batch=Fraction(2))
 
 
 def test_a_size_that_would_be_no_whole_number_is_refused(base: ReplayPlan) -> None:
