@@ -447,6 +447,90 @@ def test_groups_sequence_and_root_are_of_the_record_within(tmp_path: Path) -> No
     assert plan.ops["action"].to_list() == [COLLECTIVE, WAIT]
 
 
+def message(made: HostTraceBuilder, kind: str, storage: int, tag: int, parent: int | None) -> int:
+    """A message of rank 0 to or from rank 1; returns the call's id."""
+    value = tensor(storage, 4)
+    name, other = ("send", "dst") if kind == "send" else ("recv_", "src")
+    schema = (
+        f"c10d::{name}(Tensor[] tensors, __torch__.torch.classes.c10d.ProcessGroup process_group, "
+        f"int {other}, int tag) -> __torch__.torch.classes.c10d.Work"
+    )
+    listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
+    thing = ("<Object>", [], "Object")
+    ends = [(1, [], "Int"), (tag, [], "Int")]
+    call = made.op(f"c10d::{name}", parent=parent, schema=schema, inputs=[listed, thing, *ends])
+    made.op(f"gloo:{kind}", parent=call, scope=7, inputs=[value])
+    return call
+
+
+def test_what_is_called_while_a_message_is_on_its_way_is_no_part_of_it(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    send = message(made, "send", 10, 5, None)
+    receive = message(made, "recv", 20, 6, send)
+    relu = made.op(
+        "aten::relu", parent=receive, schema=RELU, inputs=[tensor(30, 4)], outputs=[tensor(40, 4)]
+    )
+    made.op("aten::clamp_min", parent=relu, inputs=[tensor(30, 4)], outputs=[tensor(40, 4)])
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["name"].to_list()[:3] == ["c10d::send", "c10d::recv_", "aten::relu"]
+    assert plan.ops["action"].to_list() == [COLLECTIVE, COLLECTIVE, RUN, WAIT, WAIT]
+    assert plan.collectives.select("kind", "peer", "tag").rows() == [("send", 1, 5), ("recv", 1, 6)]
+
+
+def recorded_call(made: HostTraceBuilder, *span: int) -> None:
+    """An all_reduce as old versions record it, with what the group's ranks are."""
+    value = tensor(10, 4)
+    listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
+    empty = ([], [], "GenericList[]")
+    numbers = [(number, [], "Int") for number in span]
+    group = (["0", "default_pg"], [[], []], "Tuple[String,String]")
+    about = [(33, [], "Int"), group, (0, [], "Int"), ("allreduce", [], "String"), empty, empty]
+    made.op("record_param_comms", inputs=[listed, *about, *numbers], outputs=[listed])
+
+
+@pytest.mark.parametrize(
+    ("span", "ranks"),
+    [((0, 1, 2), [0, 1]), ((0, 4, 3), [0, 4, 8]), ((0, 1, 1), [0]), ((), [0, 1])],
+)
+def test_the_record_of_a_call_tells_the_ranks_of_its_group(
+    tmp_path: Path, span: tuple[int, ...], ranks: list[int]
+) -> None:
+    made = HostTraceBuilder(HOST_SCHEMAS[2])
+    recorded_call(made, *span)
+    path = tmp_path / "rank0.host.json"
+    path.write_text(made.text(), encoding="utf-8")
+    plan = make_plan(path)
+    assert plan.groups["ranks"].to_list() == [ranks]
+    assert plan.world_size == len(ranks)
+
+
+def sparse(number: int, *shape: int) -> Value:
+    """A sparse tensor, which has no storage."""
+    return [number, 0, 0, 0, 0, ""], list(shape), "Tensor(float)"
+
+
+def test_ops_on_sparse_tensors_run_where_an_op_that_runs_made_them(tmp_path: Path) -> None:
+    made = HostTraceBuilder()
+    dense, unsafe = "aten::to_dense(Tensor self) -> Tensor", "aten::_sparse_coo_tensor_unsafe"
+    made.op(
+        "aten::to_sparse",
+        schema="aten::to_sparse(Tensor self) -> Tensor",
+        inputs=[tensor(10, 4, 4)],
+        outputs=[sparse(3, 4, 4)],
+    )
+    made.op("aten::to_dense", schema=dense, inputs=[sparse(3, 4, 4)], outputs=[tensor(20, 4, 4)])
+    made.op(
+        unsafe,
+        schema=f"{unsafe}(Tensor indices, Tensor values, SymInt[] size) -> Tensor",
+        inputs=[tensor(30, 2, 1), tensor(40, 1), ([4, 4], [], "GenericList[Int,Int]")],
+        outputs=[sparse(3, 4, 4)],
+    )
+    made.op("aten::to_dense", schema=dense, inputs=[sparse(3, 4, 4)], outputs=[tensor(50, 4, 4)])
+    plan = plan_of(made, tmp_path)
+    assert plan.ops["action"].to_list() == [RUN, RUN, STAND_IN]
+    assert plan.omitted.select("name", "reason").rows() == [("aten::to_dense", "sparse-tensor")]
+
+
 def test_one_side_alone(tmp_path: Path) -> None:
     made = HostTraceBuilder()
     made.op("aten::relu", schema=RELU, inputs=[tensor(90, 4)], outputs=[tensor(10, 4)])
