@@ -21,12 +21,12 @@ from traceloom.graph.graph import GRAPH_SCHEMAS, build_empty_frame
 from traceloom.graph.host_calls import describe_host_calls
 from traceloom.graph.host_match import Matching
 from traceloom.graph.host_tree import (
-    COLLECTIVE,
     HOST_BACKENDS,
     MESSAGES,
     HostTree,
     match_names,
 )
+from traceloom.graph.threads import find_framework_calls
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import build_event_column, find_nearest_ancestor
@@ -244,14 +244,9 @@ def _fill_from_context(
     number[positions[positions >= 0]] = np.flatnonzero(positions >= 0)
     is_described = number >= 0
     # A message is on a lane of its own, apart from its call.
+    message = np.flatnonzero((tree.parent < 0) & tree.named(MESSAGES))
     parent = tree.parent.copy()
-    message = np.flatnonzero((parent < 0) & tree.named(MESSAGES))
-    calls = np.flatnonzero(tree.named(COLLECTIVE))
-    if message.size and calls.size:
-        calls = calls[np.argsort(tree.start[calls], kind="stable")]
-        index = np.searchsorted(tree.start[calls], tree.start[message], side="right") - 1
-        inside = (index >= 0) & (tree.end[calls[index]] >= tree.start[message])
-        parent[message] = np.where(inside, calls[index], -1)
+    parent[message] = find_framework_calls(tree, message)
     outer = np.append(find_nearest_ancestor(parent, is_described[:-1]), -1)
     parts = [] if own_rows is None else [described[build_event_column(own_rows)]]
     current = position

@@ -11,12 +11,13 @@ from traceloom.trace.trace import Trace
 
 # Calls that give back what they are given, and PyTorch's own record of any call
 _CALLS = r"^(?:record_param_comms|c10d::(?:allreduce_|broadcast_|reduce_|send|recv_))$"
-# Group and its description, own rank or peer, name, splits; then the group's first rank, the stride
+# Group and its description, or its number or address in old versions; own rank or peer, name, splits; then the group's first rank, the stride
 # of its ranks, and its size
 _RECORD = (
-    r',\["(?<group>[^"]*)","[^"]*"\],(?<other>-?\d+),"(?<called>\w+)",\[[\d,]*\],\[[\d,]*\]'
+    r',(?:\["(?<group>[^"]*)","[^"]*"\]|(?<number>\d+)),(?<other>-?\d+),"(?<called>\w+)",\[[\d,]*\],\[[\d,]*\]'
     r"(?:,(?<first>\d+),(?<stride>\d+),(?<group_size>\d+))?\]$"
 )
+_MAX_RANKS = 1 << 20
 _MESSAGE = r",(?<to>\d+),(?<tag>\d+)\]$"
 
 
@@ -24,7 +25,16 @@ def describe_host_calls(trace: Trace, matching: Matching) -> pl.DataFrame:
     """Returns the communication calls of a host trace by the event of the trace that each was
     joined to; columns as in `collectives` of a trace, with a `tag`; a peer is a rank of its group.
     """
-    calls = matching.host.ops.filter(pl.col("name").str.contains(_CALLS)).with_columns(
+    events = pl.DataFrame({"event": trace.events["event"], "id": matching.host_op})
+    calls = describe_calls(matching.host.ops)
+    is_address = pl.col("group").str.contains(r"^\d{8}")  # which other ranks do not know
+    calls = calls.with_columns(pl.when(~is_address).then("group").alias("group"))
+    return events.join(calls, on="id", maintain_order="left")
+
+
+def describe_calls(ops: pl.DataFrame) -> pl.DataFrame:
+    """Returns the communication calls among the ops of a host trace, by id."""
+    calls = ops.filter(pl.col("name").str.contains(_CALLS)).with_columns(
         pl.col("inputs", "outputs", "input_types", "output_types").fill_null("")
     )
     arguments = pl.col("inputs").str.replace_all(r"\s", "")
@@ -47,10 +57,10 @@ def describe_host_calls(trace: Trace, matching: Matching) -> pl.DataFrame:
     described = described.select(
         "id",
         kind,
-        pl.col("group").replace("", None),
+        pl.coalesce("group", "number").replace("", None).alias("group"),
         size.cast(pl.Int32),
-        pl.when(stride > 0, size > 0)
-        .then(pl.int_ranges(first, first + stride * size, stride))
+        pl.when(size.is_between(1, _MAX_RANKS), (stride > 0) | (size == 1))
+        .then(first + stride * pl.int_ranges(0, size.clip(0, _MAX_RANKS)))
         .cast(pl.List(pl.Int32))
         .alias("ranks"),
         pl.when(kind.is_in(["send", "recv"]))
@@ -69,8 +79,7 @@ def describe_host_calls(trace: Trace, matching: Matching) -> pl.DataFrame:
             .agg((count * each).sum().alias(f"{side}_bytes"), kinds.first().alias(f"{side}_type"))
         )
         described = described.join(sizes, on="id", how="left")
-    events = pl.DataFrame({"event": trace.events["event"], "id": matching.host_op})
-    return events.join(described, on="id", maintain_order="left").with_columns(
+    return described.with_columns(
         pl.coalesce("in_type", "out_type").alias("element_type"),
         pl.coalesce("out_bytes", "in_bytes").alias("out_bytes"),
     )

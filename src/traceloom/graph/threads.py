@@ -313,7 +313,7 @@ def _explain_by_communication(
     quiet = (
         np.arange(event.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
     )
-    call = np.repeat(_find_framework_calls(tree, backend), count)
+    call = np.repeat(find_framework_calls(tree, backend), count)
     # Before the quiet time: all of it is waiting
     early = (call >= 0) & (tree.start[np.maximum(call, 0)] < low[quiet])
     since = np.where(early, low[quiet], np.maximum(tree.start[event], low[quiet]))
@@ -370,7 +370,7 @@ def _find_wakeups(  # noqa: PLR0917
     called = np.full(head.size, -1, dtype=np.int64)
     owner = host.owner[head]
     backend = np.flatnonzero((owner >= 0) & tree.named(HOST_BACKENDS)[np.maximum(owner, 0)])
-    event = _find_framework_calls(tree, owner[backend])
+    event = find_framework_calls(tree, owner[backend])
     fits = (event >= 0) & (tree.end[np.maximum(event, 0)] >= since[backend])
     called[backend[fits]] = event[fits]
     # The event of another thread that ended last before each head, after its idle time had begun;
@@ -410,7 +410,7 @@ def _find_wakeups(  # noqa: PLR0917
     return woken.of(starts_idle[head] | certain)
 
 
-def _find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
+def find_framework_calls(tree: HostTree, backend: Ints) -> Ints:
     """Returns the framework's call on another thread that began last before each communication; -1
     where there is none.
     """

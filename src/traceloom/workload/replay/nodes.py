@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.formats.kineto_metadata import parse_whole_number
+from traceloom.graph.host_calls import describe_calls
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import find_nearest_ancestor
 from traceloom.trace.trace import HostTrace
@@ -423,7 +424,6 @@ _KINDS = {
 KINDS = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 _IN_PLACE = {"all_reduce", "broadcast", "reduce"}
 _PEERS = {"root_rank", "dst", "src", "root"}
-_MAX_RANKS = 1 << 20
 
 
 class Exchange(NamedTuple):
@@ -581,11 +581,6 @@ def _parse_communication(nodes: Nodes, row: int | None) -> dict[str, Any]:
     ]
     if len(lists) == 2:
         out["splits"] = (_parse_splits(lists[0]), _parse_splits(lists[1]))
-    numbers = [parse_whole_number(value) for value in other_values[name_index + 3 :]]
-    if len(numbers) == 3:  # of the group's ranks the first, the stride, and how many
-        first, stride, size = (-1 if number is None else number for number in numbers)
-        if first >= 0 and 0 < size <= _MAX_RANKS and (stride > 0 or size == 1):
-            out["ranks"] = [first + stride * index for index in range(size)]
     return out
 
 
@@ -610,20 +605,17 @@ def list_groups(
         }
         for entry in rows
     }
-    for name, description, members in nodes.host.groups.select(
-        "group", "description", "ranks"
-    ).iter_rows():
+    recorded = describe_calls(nodes.host.ops).filter(
+        pl.col("group", "ranks").is_not_null(), pl.col("kind") != WAIT
+    )
+    for name, description, members in pl.concat(
+        [nodes.host.groups, recorded], how="diagonal_relaxed"
+    )["group", "description", "ranks"].iter_rows():
         ranks = list(members) if members is not None and len(members) else list(range(world_size))
         out.setdefault(
             str(name),
             {"name": str(name), "description": description, "backend": None, "ranks": ranks},
         )
-    for row in (nodes.host.ops["name"] == "record_param_comms").arg_true().to_list():
-        call = _parse_communication(nodes, row)
-        if call.get("ranks") and call["name"] != WAIT:
-            name = call["group"]
-            about = {"name": name, "description": None, "backend": None, "ranks": call["ranks"]}
-            out.setdefault(name, about)
     if not out:
         world_group = {
             "name": "0",

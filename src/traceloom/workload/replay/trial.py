@@ -51,24 +51,21 @@ def write_tried_script(
 
 
 def _run_script(text: str, world: int, options: RunOptions) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    device = [] if options.device is None else ["--device", options.device]
     with tempfile.TemporaryDirectory(prefix="traceloom-") as directory:
         path = Path(directory, "replay.py")
         path.write_text(text, encoding="utf-8")
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        device = [] if options.device is None else ["--device", options.device]
-        command = [sys.executable, *(launcher if world > 1 else []), str(path), "--runs", "1"]
+        command = [sys.executable, *(launcher if world > 1 else []), str(path), "--runs=1", *device]
         try:
-            ended = subprocess.run(
-                [*command, *device], capture_output=True, timeout=options.timeout_s, check=False
-            )
-        except subprocess.TimeoutExpired:
-            problem = f"it does not end within {options.timeout_s:g} s"
-        else:
-            lines = ended.stderr.decode("utf-8", "replace").split("\n")
-            errors = [line.strip() for line in lines if "Error" in line]
-            problem = (errors or [f"exit code {ended.returncode}"])[-1] if ended.returncode else ""
-        if problem:
-            raise CheckError(f"the script fails when it is run: {problem}", slug="script-failed")
+            subprocess.run(command, capture_output=True, timeout=options.timeout_s, check=True)
+        except subprocess.SubprocessError as error:
+            said = getattr(error, "stderr", None) or b""
+            errors = [
+                line for line in said.decode("utf-8", "replace").split("\n") if "Error" in line
+            ]
+            reason = (errors or [str(error)])[-1].strip()
+            raise CheckError(f"the script fails: {reason}", slug="script-failed") from error
 
 
 def _list_left_out(

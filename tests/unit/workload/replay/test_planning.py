@@ -477,13 +477,12 @@ def test_what_is_called_while_a_message_is_on_its_way_is_no_part_of_it(tmp_path:
     assert plan.collectives.select("kind", "peer", "tag").rows() == [("send", 1, 5), ("recv", 1, 6)]
 
 
-def recorded_call(made: HostTraceBuilder, *span: int) -> None:
+def recorded_call(made: HostTraceBuilder, *span: int, group: Value) -> None:
     """An all_reduce as old versions record it, with what the group's ranks are."""
     value = tensor(10, 4)
     listed = ([value[0]], [value[1]], "GenericList[Tensor(float)]")
     empty = ([], [], "GenericList[]")
     numbers = [(number, [], "Int") for number in span]
-    group = (["0", "default_pg"], [[], []], "Tuple[String,String]")
     about = [(33, [], "Int"), group, (0, [], "Int"), ("allreduce", [], "String"), empty, empty]
     made.op("record_param_comms", inputs=[listed, *about, *numbers], outputs=[listed])
 
@@ -492,11 +491,18 @@ def recorded_call(made: HostTraceBuilder, *span: int) -> None:
     ("span", "ranks"),
     [((0, 1, 2), [0, 1]), ((0, 4, 3), [0, 4, 8]), ((0, 1, 1), [0]), ((), [0, 1])],
 )
+@pytest.mark.parametrize(
+    "group",
+    [
+        (["0", "default_pg"], [[], []], "Tuple[String,String]"),
+        (94_000_000_123_456, [], "Int"),
+    ],
+)
 def test_the_record_of_a_call_tells_the_ranks_of_its_group(
-    tmp_path: Path, span: tuple[int, ...], ranks: list[int]
+    tmp_path: Path, span: tuple[int, ...], ranks: list[int], group: Value
 ) -> None:
     made = HostTraceBuilder(HOST_SCHEMAS[2])
-    recorded_call(made, *span)
+    recorded_call(made, *span, group=group)
     path = tmp_path / "rank0.host.json"
     path.write_text(made.text(), encoding="utf-8")
     plan = make_plan(path)
