@@ -367,7 +367,13 @@ def _encode_communication(frame: pl.DataFrame, nodes: pl.DataFrame) -> Iterator[
     )
     rank, peer = nodes["rank"].cast(pl.Int64), frame["peer"].cast(pl.Int64)
     endpoints = pl.DataFrame(
-        {"rank": rank, "peer": peer, "sends": sends, "receives": receives, "tag": frame["tag"]}
+        {
+            "rank": rank,
+            "peer": peer,
+            "sends": sends,
+            "receives": receives,
+            "tag": frame["tag"].fill_null(0),  # PyTorch's default, which NCCL never changes
+        }
     ).select(
         comm_src=pl.when("sends").then("rank").when("receives").then("peer"),
         comm_dst=pl.when("sends").then("peer").when("receives").then("rank"),
