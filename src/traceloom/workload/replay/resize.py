@@ -66,6 +66,8 @@ def scale_plan(
         UsageError: `cannot-resize`: no dimension has that size, a size would not be an integer, or
             an op does not fit.
     """
+    if factors and batch is not None:
+        plan, factors = scale_plan(plan, factors), None
     ranks = {
         rank: _Scaling(rank_plan, dict(factors or {}), batch).plan()
         for rank, rank_plan in plan.ranks.items()
@@ -118,13 +120,10 @@ class _Scaling:
         self.plan_before = plan
         self.sizes = {size: _scale_size(size, factor) for size, factor in factors.items()}
         self.data: set[int] = set()
-        self.everywhere = frozenset(factors)  # the others are scaled as the batch of the data alone
         if batch is not None:
             size, self.data = self.find_batch()
-            if factors.get(size, batch) != batch:
-                text = f"the batch is {size}, which --scale is to change by another factor"
-                raise UsageError(text, slug="cannot-resize", hint="leave one of the two out")
             self.sizes[size] = _scale_size(size, batch)
+        self.everywhere = batch is None
         self.before = plan.tensors.select("storage", "offset", "shape", "strides", "dtype").rows()
         self.tensors: dict[int, torch.Tensor] = {}
         self.calls: dict[tuple[str, str], int] = {}
@@ -186,11 +185,11 @@ class _Scaling:
 
     def sizes_of(self, number: int) -> tuple[int, ...]:
         storage, _, shape, *_ = self.before[number]
-        is_data = storage in self.data
+        if self.everywhere:
+            return tuple(self.sizes.get(length, length) for length in shape)
+        changes = storage in self.data
         return tuple(
-            self.sizes.get(length, length)
-            if length in self.everywhere or (is_data and not dim)
-            else length
+            self.sizes.get(length, length) if changes and not dim else length
             for dim, length in enumerate(shape)
         )
 
@@ -218,13 +217,15 @@ class _Scaling:
     def plan(self) -> RankPlan:
         """Returns the checked plan of the rank with the new sizes."""
         before = self.plan_before
-        sizes = set(before.tensors["shape"].explode().drop_nulls())
-        if absent := sorted(self.everywhere - sizes):
-            raise UsageError(
-                f"no tensor has a dimension of {absent[0]}",
-                slug="cannot-resize",
-                hint="take a size that `--plan-only` or the report shows",
-            )
+        if self.everywhere:
+            sizes = set(before.tensors["shape"].explode().drop_nulls())
+            if absent := sorted(set(self.sizes) - sizes):
+                text = f"no tensor has a dimension of {absent[0]}"
+                raise UsageError(
+                    text,
+                    slug="cannot-resize",
+                    hint="take a size that `--plan-only` or the report shows",
+                )
         return self.assembled([self.scaled_op(row) for row in before.ops.iter_rows(named=True)])
 
     def scaled_op(self, row: Mapping[str, Any]) -> int | None:

@@ -85,11 +85,6 @@ def test_a_size_that_no_tensor_has_is_refused(base: ReplayPlan) -> None:
         scale_plan(base, {777: Fraction(2)}, batch=Fraction(2))
 
 
-def test_two_factors_on_the_batch_are_refused(base: ReplayPlan) -> None:
-    with pytest.raises(UsageError, match="the batch is 5"):
-        scale_plan(base, {5: Fraction(3)}, batch=Fraction(2))
-
-
 def test_a_size_that_would_be_no_whole_number_is_refused(base: ReplayPlan) -> None:
     with pytest.raises(UsageError, match="no whole number"):
         scale_plan(base, {7: Fraction(1, 3)})
