@@ -18,7 +18,7 @@ from msgspec import Struct
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.device_work import DeviceWork
 from traceloom.graph.graph import GRAPH_SCHEMAS, build_empty_frame
-from traceloom.graph.host_calls import describe_host_calls
+from traceloom.graph.host_calls import describe_host_calls, describe_message_calls
 from traceloom.graph.host_match import Matching
 from traceloom.graph.host_tree import (
     HOST_BACKENDS,
@@ -141,7 +141,7 @@ def find_communication(
         )
     # The description of each event that describes a collective; columns `event` and _FIELDS.
     members = trace.groups.select("group", pl.col("ranks").alias("members"))
-    hosted = None
+    hosted = describe_message_calls(trace)
     if matching is not None:
         hosted = describe_host_calls(trace, matching)
         members = pl.concat([members, matching.host.groups.select("group", members="ranks")])
@@ -158,7 +158,7 @@ def find_communication(
         )
         .select("event", *_FIELDS)
     )
-    if hosted is not None and hosted.height:
+    if hosted.height:
         described = _complete(described, hosted, members.unique("group"))
     number = np.full(trace.events.height, -1)
     number[described["event"].to_numpy()] = np.arange(described.height)

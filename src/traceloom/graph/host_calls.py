@@ -17,6 +17,7 @@ _RECORD = (
     r',(?:\["(?<group>[^"]*)","[^"]*"\]|(?<number>\d+)),(?<other>-?\d+),"(?<called>\w+)",\[[\d,]*\],\[[\d,]*\]'
     r"(?:,(?<first>\d+),(?<stride>\d+),(?<group_size>\d+))?\]$"
 )
+_MESSAGE_CALLS = ("c10d::send", "c10d::recv_")
 _MAX_RANKS = 1 << 20
 _MESSAGE = r",(?<to>\d+),(?<tag>\d+)\]$"
 
@@ -32,6 +33,18 @@ def describe_host_calls(trace: Trace, matching: Matching) -> pl.DataFrame:
     return events.join(calls, on="id", maintain_order="left")
 
 
+def describe_message_calls(trace: Trace) -> pl.DataFrame:
+    """Returns the calls of messages whose values a device trace has, as `describe_host_calls`."""
+    named = trace.events.select("event", "name").filter(pl.col("name").is_in(_MESSAGE_CALLS))
+    calls = named.join(trace.tensors, on="event", maintain_order="left").select(
+        "name",
+        pl.col("event").alias("id"),
+        pl.col("concrete").str.replace_all('"', "", literal=True).alias("inputs"),
+        *(pl.lit("").alias(name) for name in ("outputs", "input_types", "output_types")),
+    )
+    return describe_calls(calls).rename({"id": "event"})
+
+
 def describe_calls(ops: pl.DataFrame) -> pl.DataFrame:
     """Returns the communication calls among the ops of a host trace, by id."""
     calls = ops.filter(pl.col("name").str.contains(_CALLS)).with_columns(
@@ -42,7 +55,7 @@ def describe_calls(ops: pl.DataFrame) -> pl.DataFrame:
         "id",
         "name",
         arguments.str.extract_groups(_RECORD).alias("record"),
-        pl.when(pl.col("name").is_in(["c10d::send", "c10d::recv_"]))
+        pl.when(pl.col("name").is_in(_MESSAGE_CALLS))
         .then(arguments)
         .str.extract_groups(_MESSAGE)
         .alias("message"),

@@ -98,3 +98,18 @@ def test_what_only_the_host_trace_knows_of_a_collective_is_used(workloads: Path)
     ]
     assert parts["ranks"].to_list() == [[0, 1], [0, 1]]
     assert parts["instance"].n_unique() == 1
+
+
+def test_the_recorded_values_of_a_call_tell_its_peer(workloads: Path, tmp_path: Path) -> None:
+    for rank in (0, 1):  # neither a capture nor a host trace beside them
+        name = f"rank{rank}.graph.kineto.json.gz"
+        content = (workloads / "gloo_isend" / "run" / name).read_bytes()
+        (tmp_path / f"rank{rank}.json.gz").write_bytes(content)
+    parts = link(tmp_path).graph.communication
+    assert parts.select("kind", "peer", "tag").rows() == [
+        ("send", 1, 0),
+        ("receive", 1, 0),
+        ("send", 0, 0),
+        ("receive", 0, 0),
+    ]
+    assert parts["instance"].to_list() == [0, 1, 1, 0]
