@@ -390,13 +390,16 @@ def _resolve_output_files(
     from traceloom.report.views.files import TABLE_FILE_PATTERN
 
     def script(plan: ReplayPlan, handle: BinaryIO) -> None:
-        from traceloom.workload.replay.script import write_worst
+        from traceloom.workload.replay.script import write_script, write_worst
         from traceloom.workload.replay.trial import write_tried_script
 
         if args.op or args.slowest:
             text = write_worst(
                 plan, args.op, args.slowest or _DEFAULT_SLOWEST_COUNT, seed=args.seed
             )
+        elif args.plan_only or args.dry_run:
+            text = write_script(plan, seed=args.seed)
+            outputs.print_messages(args, "the script was not tried: nothing is to run")
         else:
             text, said = write_tried_script(plan, build_run_options(args))
             outputs.print_messages(args, *said)
