@@ -264,7 +264,6 @@ class Agent:
     # AgentInterface, used by the HTTP handlers.
 
     def status(self) -> StatusResponse:
-        """Returns the state of the agent and its parts."""
         collectors = [
             CollectorResponse(
                 name=state.name,
@@ -306,7 +305,6 @@ class Agent:
         )
 
     async def doctor(self) -> list[Check]:
-        """Returns what works here and what does not."""
         idle = self.triggers.list_problems()  # must be called in the loop
         return await asyncio.get_running_loop().run_in_executor(
             self._reading, lambda: checks.examine_agent(self, idle)
@@ -448,7 +446,6 @@ class Agent:
         self._writing.submit(self.audit.write, actor, route, result, pid=pid, **details)
 
     def asked(self, route: str, code: int) -> None:
-        """Count a request."""
         self._requests[route, str(code)] += 1
 
     # Internal.

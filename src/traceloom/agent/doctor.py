@@ -280,7 +280,6 @@ def _check_probes(config: Config) -> Iterator[Check]:
 
 
 def _check_py_spy() -> Check:
-    """Check whether py-spy is installed and may inspect processes."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = (
         not can_trace_others()

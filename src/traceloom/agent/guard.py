@@ -31,7 +31,6 @@ class SocketGuard:
 
     @property
     def pid(self) -> int:
-        """Pid of the guard process."""
         return self._process.pid
 
     def watch(self, path: Path) -> None:

@@ -99,7 +99,6 @@ class History:
             self._open()
 
     def keep(self, host_snapshot: Snapshot, now_ns: int) -> None:
-        """Store new values of the snapshot in memory."""
         for name, result in host_snapshot.results.items():
             before = self._seen.get(name)
             if before is not None and before.at_ns == result.at_ns:
@@ -285,7 +284,6 @@ class History:
         return total
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             if self._database is not None:
                 self._database.close()
@@ -395,7 +393,6 @@ def merge_series(older: list[Points], newer: list[Points]) -> list[Points]:
 
 
 def get_label_columns(metric: str) -> Mapping[str, int]:
-    """Returns label of a metric -> its position in the labels of its series."""
     return {label: column for column, label in enumerate(METRICS[metric].labels)}
 
 

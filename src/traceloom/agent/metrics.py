@@ -77,7 +77,6 @@ class Metric(msgspec.Struct, frozen=True):
 
     @property
     def full_name(self) -> str:
-        """The published name."""
         return PREFIX + self.name
 
 

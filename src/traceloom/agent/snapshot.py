@@ -101,13 +101,11 @@ class Snapshot:
         return sum(len(result.values) + len(result.histograms) for result in self.results.values())
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Yields every series with its value and its time."""
         for sheet in self.results.values():
             for series, value in sheet.values.items():
                 yield series, value, sheet.at_ns
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Yields every histogram with its time."""
         for sheet in self.results.values():
             for histogram in sheet.histograms.values():
                 yield histogram, sheet.at_ns
@@ -140,7 +138,6 @@ class VisibleSnapshot:
         )
 
     def shows(self, series: SeriesKey) -> bool:
-        """Whether the caller may see a series."""
         if self.peer.sees == "all":
             return True
         name, labels = series
@@ -177,13 +174,11 @@ class VisibleSnapshot:
         return name, labels
 
     def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Yields every visible series with its value and its time."""
         for series, value, at_ns in self.host_snapshot.values():
             if (visible_series := self.seen_as(series)) is not None:
                 yield visible_series, value, at_ns
 
     def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Yields every visible histogram with its time."""
         for histogram, at_ns in self.host_snapshot.histograms():
             if self.shows((histogram.metric, histogram.labels)):
                 yield histogram, at_ns

@@ -216,7 +216,6 @@ class JobAccounting:
     def _compute_job_shares(
         snapshot: Snapshot, shares: Mapping[tuple[str, str], Share], jobs: Sequence[JobTick]
     ) -> dict[str, dict[str, float]]:
-        """Returns device -> job that holds it -> its share of the device's work."""
         job_by_process = {process: job.job for job in jobs for process in job.processes}
         shares_by_device: dict[str, dict[str, float]] = defaultdict(dict)
         for (device, process), share in shares.items():
@@ -238,7 +237,6 @@ class JobAccounting:
         job_shares: Mapping[str, float],
         ticks: Mapping[str, JobTotals],
     ) -> None:
-        """Charge a device's time and energy of this tick to its jobs."""
         device, values, ms = measured.devices.get(uuid), measured.values, measured.ms
         busy = values.get(
             ("gpu_busy_ratio", (uuid,)), values.get(("gpu_graphics_active_ratio", (uuid,)))

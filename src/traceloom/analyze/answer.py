@@ -103,7 +103,6 @@ class AnswerInputs:
 
     @cached_property
     def account(self) -> DeviceAccount:
-        """The time of its devices."""
         return build_device_account(self.trace, self.gpu, self.idle)
 
 
@@ -130,7 +129,6 @@ class Answer(Result):
 
 
 def gather_inputs(trace: Trace) -> AnswerInputs:
-    """Runs the analyses that the answer needs."""
     return AnswerInputs(
         trace,
         gpu_time(trace),

@@ -199,7 +199,6 @@ def find_fp32_matmuls(host: HostEventIndex) -> RuleMatches:
 
 
 def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
-    """Finds optimizers that update their parameters one by one."""
     frames = np.flatnonzero(host.named(r"_single_tensor_[0-9A-Za-z_]+$"))
     if host.has_stacks:
         names = host.words.names.gather(host.code[frames]).to_list()

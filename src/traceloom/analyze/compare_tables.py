@@ -446,7 +446,6 @@ def compute_relative_changes(step_ns: int, prefix: str = "") -> list[pl.Expr]:
 
 
 def pad_with_zeros(values: Ints, size: int) -> Ints:
-    """Appends zeros to the values."""
     filled = np.zeros(size, dtype=np.int64)
     filled[: values.size] = values
     return filled

@@ -130,7 +130,6 @@ class DeviceTime(Struct, frozen=True):
 
 
 def measure_device_time(compared_steps: ComparedSteps) -> DeviceTime:
-    """Accounts for the time of every device in the compared steps."""
     work = select_gpu_work(compared_steps.trace)
     columns = work.select(
         "event", "device", "start_ns", "end_ns", pl.col("category").cast(pl.String)
@@ -198,7 +197,6 @@ class NameCodes:
     shapes: dict[str | None, int] = field(default_factory=lambda: {None: 0})
 
     def name(self, text: str) -> int:
-        """Returns the number of a name."""
         return self.names.setdefault(text, len(self.names))
 
     def shape(self, text: str | None) -> int:
@@ -253,7 +251,6 @@ class StepTree(Struct, frozen=True):
     event: Ints
 
     def items(self, nodes: list[int]) -> ListItems:
-        """Returns some nodes as a list to be aligned."""
         name, shape, work, mark = (
             np.array([column[node] for node in nodes], dtype=np.int64)
             for column in (self.name, self.shape, self.work, self.mark)
@@ -609,7 +606,6 @@ class TreeUnion:
         return union_nodes
 
     def _fill(self, tree: StepTree, side: int, union_nodes: list[int]) -> None:
-        """Gives a place to every node that has none."""
         count: dict[tuple[int, int, int], int] = {}
         used_nodes = set(union_nodes)
         for node, name in enumerate(tree.name):

@@ -316,7 +316,6 @@ class PathPieces(Struct, frozen=True):
     kind: Ints
 
     def take(self, rows: Ints) -> PathPieces:
-        """Returns some of the pieces."""
         return PathPieces(*(getattr(self, name)[rows] for name in self.__struct_fields__))
 
 

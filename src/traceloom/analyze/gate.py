@@ -227,7 +227,6 @@ def _sort_by_difference(rows: Sequence[tuple[str, str, int, int]]) -> pl.DataFra
 
 
 def _compute_means(runs: Sequence[RunSummary], table: str) -> dict[str, float]:
-    """Returns the mean per step and run of every name of a table."""
     sums: dict[str, float] = {}
     for run in runs:
         for name, values in run.tables.get(table, {}).items():

@@ -146,7 +146,6 @@ class LaunchedWork(Struct, frozen=True):
 
     @property
     def known(self) -> Bools:
-        """Returns where the launch is recorded."""
         return self.launch >= 0
 
     def bounds(self) -> Ints:
@@ -165,7 +164,6 @@ def convert_to_ndarray(values: NDArray[Any]) -> NDArray[Any]:
 
 @cache_per_trace
 def collect_launched_work(trace: Trace) -> LaunchedWork:
-    """Returns all GPU work of the trace with its launches."""
     row = convert_to_ndarray(find_gpu_event_rows(trace))
     device, stream, launch = (
         convert_to_ndarray(get_event_column(trace, name, MISSING_VALUE)[row])
@@ -363,7 +361,6 @@ class HostEventIndex:
     is_launch: Bools
 
     def named(self, pattern: str) -> Bools:
-        """Returns host events whose name matches the pattern."""
         return self.words.matching(pattern)[self.code] if self.code.size else self.is_op
 
     def ops(self, pattern: str) -> Ints:
@@ -436,7 +433,6 @@ class HostEventIndex:
 
     @property
     def has_shapes(self) -> bool:
-        """Whether shapes of inputs were recorded."""
         return self.trace.tensors.height > 0
 
     @cached_property
@@ -446,7 +442,6 @@ class HostEventIndex:
 
 
 def build_host_event_index(trace: Trace) -> HostEventIndex:
-    """Returns the index of the host events of a trace."""
     tree = build_forest(trace)
     vocabulary = build_vocabulary(trace)
     row = convert_to_ndarray(tree.row)

@@ -661,7 +661,6 @@ def longest_gaps(trace: Trace, idle_time: Idle, count: int = 20) -> pl.DataFrame
 def find_longest_gaps(
     traces: Sequence[Trace], idle_times: Iterable[Idle], count: int
 ) -> Iterable[pl.DataFrame]:
-    """Returns the same for each of several traces."""
     parts = concatenate_by_trace(idle_time.gaps for idle_time in idle_times)
     keys = [TRACE_COLUMN, "gap"]
     order, falling = [TRACE_COLUMN, "whole_ns", "gap"], [False, True, False]

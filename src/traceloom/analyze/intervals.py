@@ -28,7 +28,6 @@ class Spans(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Nanoseconds in the set."""
         return int((self.end - self.start).sum())
 
 
@@ -70,7 +69,6 @@ def merge_intervals(start: Ints, end: Ints) -> Spans:
 
 
 def merge_spans(*sets: Spans) -> Spans:
-    """Returns the union of sets."""
     return merge_intervals(
         np.concatenate([s.start for s in sets]), np.concatenate([s.end for s in sets])
     )
@@ -94,7 +92,6 @@ def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
 
 
 def intersect_spans(left: Spans, right: Spans) -> Spans:
-    """Returns the time in both sets."""
     shared = find_overlaps(left.start, left.end, right)
     return Spans(shared.start, shared.end)
 

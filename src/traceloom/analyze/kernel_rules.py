@@ -275,7 +275,6 @@ class KindMatcher(Struct, frozen=True):
 
     @classmethod
     def of(cls, rules: Iterable[KindRule]) -> KindMatcher:
-        """Returns the matcher of some rules."""
         rules = tuple(rules)
         contexts = tuple(
             dict.fromkeys(text for rule in rules for text in (rule.op, rule.under) if text)

@@ -67,7 +67,6 @@ class EventScopes(Struct, frozen=True):
 
 
 def find_scopes(trace: Trace, tree: Forest, *, full_op_names: bool = False) -> EventScopes:
-    """Finds scope and op of every host event."""
     vocabulary, is_op = build_vocabulary(trace), classify_events(trace).op
     code = vocabulary.code[tree.row]
     # Scopes: Traceloom's own, modules, and regions that the user or PyTorch annotates.

@@ -360,7 +360,6 @@ def build_live_tree(live: pl.DataFrame) -> pl.DataFrame:
 
 
 def compute_bytes_by_kind(live: pl.DataFrame) -> dict[str, int]:
-    """Bytes by kind of owner."""
     labelled = live.with_columns(
         kind=pl.when(pl.col("owner").is_in(list(OWNER_LABELS)))
         .then(pl.col("owner").replace(OWNER_LABELS))

@@ -262,7 +262,6 @@ def _collect_call_contents(
 def _apply_models(
     calls: pl.DataFrame, insides: Mapping[int, tuple[tuple[Call, ...], tuple[LaunchedKernel, ...]]]
 ) -> pl.DataFrame:
-    """Computes the work of each distinct call by its model."""
     rows: list[tuple[object, ...]] = []
     for group, *values in calls[["group", *_INPUTS]].rows():
         nested_calls, kernels = insides.get(group, ((), ()))

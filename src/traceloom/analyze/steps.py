@@ -293,7 +293,6 @@ def split_at_steps(
 
 
 def contains(spans: Spans, time_ns: Ints) -> Bools:
-    """Returns which instants lie in a set of time."""
     if not spans.start.size:
         return np.zeros(time_ns.size, dtype=np.bool_)
     index = np.searchsorted(spans.start, time_ns, side="right") - 1

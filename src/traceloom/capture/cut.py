@@ -100,7 +100,6 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
 
 
 def _find_launches(file: IO[bytes], part: TracePart) -> set[bytes]:
-    """The correlations of the launches in a part."""
     found: set[bytes] = set()
     base = 0
     for is_event, text in _split_events(file):

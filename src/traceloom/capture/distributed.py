@@ -149,7 +149,6 @@ def mark_children() -> None:
 
 
 def is_child() -> bool:
-    """Whether a recorded process started this one."""
     return bool(_parent[0])
 
 

@@ -135,11 +135,9 @@ class Watch:
 
     @property
     def running(self) -> bool:
-        """Whether the thread exists."""
         return self._running
 
     def stop(self) -> None:
-        """Has no thread any more when it returns."""
         if not self._running:
             return
         self._running = False
@@ -197,7 +195,6 @@ class Exits:
         )
 
     def remove(self) -> None:
-        """Leaves the exits as they were."""
         atexit.unregister(self._at_exit)
         if os._exit == self._exit_at_once:
             os._exit = self._os_exit
@@ -236,5 +233,4 @@ class Exits:
 
 
 def is_main_thread() -> bool:
-    """Whether this is the thread that ends the process."""
     return threading.current_thread() is threading.main_thread()

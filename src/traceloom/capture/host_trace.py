@@ -55,7 +55,6 @@ class HostTrace:
         self._observer: Any = _Observer()
 
     def owns(self, observer: Any) -> bool:
-        """Whether this is the observer of this trace."""
         return observer is self._observer
 
     @staticmethod

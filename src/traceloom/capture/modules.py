@@ -133,7 +133,6 @@ class ModuleScopes:
         ]
 
     def start(self) -> None:
-        """From now on module calls are scopes."""
         self._on = True
 
     def stop(self) -> None:
@@ -208,7 +207,6 @@ class CheckpointMarks:
         self._replaced: list[tuple[Any, Any, Any]] = []
 
     def start(self) -> None:
-        """From now on checkpoints are marked."""
         self._on = True
         for holder in _CHECKPOINT_MODULES:
             module = sys.modules.get(holder)

@@ -69,7 +69,6 @@ class CaptureOutput:
 
     @property
     def empty(self) -> bool:
-        """Whether this process has nothing to write."""
         return self._window is None and self._graph is None and self._out_of_memory is None
 
     @property
@@ -332,7 +331,6 @@ class CaptureOutput:
         return path.name if path.parent == self.directory else str(path)
 
     def keep_out_of_memory(self, error: BaseException, steps: int) -> None:
-        """Write what was alive when memory ran out."""
         path = self._places.choose(1_000_000) / f"{self.stem()}.oom.json"
         memory.write(path, error, steps)
         self._out_of_memory = {"file": path.name}

@@ -76,7 +76,6 @@ class RecordingPlan:
 
     @property
     def first_whole_step(self) -> int:
-        """The first step that is recorded from its beginning on."""
         return self._start_step
 
     def start(self, now: float, step: int) -> None:
@@ -99,7 +98,6 @@ class RecordingPlan:
         return self._stop() if self.phase is Phase.GRAPH else None
 
     def at_time(self, now: float) -> Action | None:
-        """Time has passed."""
         deadline = self.deadline
         if deadline is None or now < deadline:
             return None

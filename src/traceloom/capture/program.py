@@ -273,12 +273,10 @@ class ProgramHooks:
         ]
 
     def forget_first_call(self) -> None:
-        """Modules are called as they were from now on."""
         if self._first_call is not None:
             self._first_call.remove()
 
     def remove(self) -> None:
-        """Leaves everything as it was."""
         handles, self._handles = self._handles, []
         for handle in reversed(handles):
             handle.remove()

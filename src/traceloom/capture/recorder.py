@@ -212,7 +212,6 @@ class Recorder:
 
     @guard_errors
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
         self.used_torch = self._stepped = True
         self._boundary(self.clock.optimizer_stepped(optimizer))
 
@@ -245,7 +244,6 @@ class Recorder:
 
     @guard_errors
     def annotations_closed(self) -> None:
-        """No fast annotation is open any more."""
         if self._start_pending:
             self._start()
 
@@ -679,7 +677,6 @@ class Recorder:
         self._watch.stop()
 
     def after_fork(self) -> None:
-        """The parent goes on."""
         self.lock.release()
         if self.log.number == 0 or self.settings.by_time:
             if sys.version_info >= (3, 12) and not (self._began or self.settings.by_time):

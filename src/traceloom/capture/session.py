@@ -259,7 +259,6 @@ class Session:
         return profiler is self._profile
 
     def start(self) -> None:
-        """Records from now on."""
         compiler = sys.modules.get("torch._inductor.config")
         if self.uses_device and compiler is not None and compiler.triton.cudagraphs:
             # As torch.profiler does: CUPTI must not be torn down beside CUDA graphs.
@@ -322,7 +321,6 @@ class Session:
         return int((time.process_time() - self._started_cpu_s) * 500_000)
 
     def can_end_here(self) -> bool:
-        """Whether this thread may pause and end it."""
         return self.all_threads or threading.get_ident() == self._thread
 
     def pause(self) -> None:

@@ -89,7 +89,6 @@ class Settings:
         return self.memory and self.early and not self.stacks
 
     def to_json(self) -> str:
-        """The settings for the environment variable."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":"))
 
     def to_dict(self) -> dict[str, Any]:

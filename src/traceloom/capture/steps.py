@@ -74,7 +74,6 @@ class StepClock:
         return Tick.STEP
 
     def optimizer_stepped(self, optimizer: Any) -> Tick:
-        """Some optimizer made a step."""
         if self.source not in ("none", "optimizer", "backward") or (
             self.frozen and self.source == "backward"
         ):
@@ -128,7 +127,6 @@ class Instant(NamedTuple):
 
     @classmethod
     def now(cls) -> Instant:
-        """This moment."""
         return cls(
             time.time_ns(), time.perf_counter_ns(), threading.get_ident(), time.thread_time_ns()
         )
@@ -154,7 +152,6 @@ class StepLog:
         return len(self._durations)
 
     def begin(self, now: Instant) -> None:
-        """The running step begins here."""
         self._now = now
 
     def end(self, now: Instant, mark: Mark, memory: int = -1, device_memory: int = -1) -> None:

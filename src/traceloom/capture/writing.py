@@ -154,7 +154,6 @@ class CaptureFolders:
         return self.refuge()
 
     def refuge(self) -> Path:
-        """The directory that takes what the capture directory does not."""
         if self._refuge is None:
             try:
                 self._refuge = Path(tempfile.mkdtemp(prefix="traceloom-"))
@@ -248,7 +247,6 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this process has it."""
         return self._handle is not None and self._process == os.getpid()
 
     def take(self) -> None:
@@ -297,7 +295,6 @@ class Lock:
             os.close(handle)
 
     def release(self) -> None:
-        """Give it back."""
         if self.held:  # not of a fork, which does not hold what its parent does
             with contextlib.suppress(OSError):
                 self._path.unlink()

@@ -198,7 +198,6 @@ class Scenario:
 
     @classmethod
     def of(cls, graph: Graph) -> Scenario:
-        """Returns the scenario of the graph as it was measured."""
         nodes, edges = graph.nodes, graph.edges
         work = get_column_array(graph, nodes["work_ns"]) + get_column_array(
             graph, nodes["residual_ns"]
@@ -209,7 +208,6 @@ class Scenario:
         return cls(graph, work, delay, np.zeros(nodes.height, dtype=np.bool_))
 
     def copy(self) -> Scenario:
-        """Returns a copy to change further."""
         return replace(self, work_ns=self.work_ns.copy(), delay_ns=self.delay_ns.copy())
 
     def times(self, plan: Plan) -> Ints:

@@ -121,7 +121,6 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def import_verb(name: str) -> VerbModule:
-    """Imports the module of a verb."""
     return cast("VerbModule", importlib.import_module(f"traceloom.cli.{name}"))
 
 
@@ -217,7 +216,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def list_actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yields the arguments of a parser and of its verbs."""
     for action in parser._actions:  # noqa: SLF001  (argparse has no other way)
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             for subparser in action.choices.values():

@@ -40,7 +40,6 @@ What each can do: traceloom agent query --help.
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their options."""
     for name, subparser in add_actions(parser, ACTIONS):
         subparser.add_argument(
             "--config",
@@ -338,7 +337,6 @@ def _show_top(args: argparse.Namespace) -> int:
     live = not (args.once or args.json) and sys.stdout.isatty()
 
     def drawn(width: int) -> Iterator[Text]:
-        """Yields as many lines as the terminal has."""
         lines, height = list(views.render_top(read, width)), shutil.get_terminal_size().lines - 1
         yield from lines[: height - 1] if live and len(lines) > height else lines
         if live and len(lines) > height:
@@ -418,7 +416,6 @@ def _show_events(args: argparse.Namespace) -> int:
 def _fetch_events(
     client: AgentClient, args: argparse.Namespace, since: str, kind: str = ""
 ) -> list[Any]:
-    """Returns the events of the requested job."""
     return [
         event
         for event in client.get("events", since=since)["events"]

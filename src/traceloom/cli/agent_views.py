@@ -407,7 +407,6 @@ def render_metrics(width: int) -> Iterator[Text]:
 
 
 def build_metrics_document() -> list[dict[str, object]]:
-    """Returns all metrics as JSON objects."""
     return [
         {
             "name": metric.full_name,

@@ -36,7 +36,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser,
         "device traces, host traces, .et files, recorded runs, or directories of them; all ranks together",

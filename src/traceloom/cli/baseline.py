@@ -35,7 +35,6 @@ _STORE = ".traceloom/baselines"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "action",
         choices=("save", "list", "compare"),

@@ -34,7 +34,6 @@ _FOR_RUNS = ("inputs", "ranks_per_host", "no_cache")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "inputs",
         nargs="*",

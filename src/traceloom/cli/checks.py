@@ -30,7 +30,6 @@ conditions: METRIC > CHANGE or METRIC < CHANGE, of the new side less the base, p
 
 
 def add_conditions(parser: argparse._ActionsContainer) -> None:
-    """Adds the options of a check."""
     parser.add_argument(
         "--fail-if",
         dest="conditions",
@@ -43,7 +42,6 @@ def add_conditions(parser: argparse._ActionsContainer) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser, result_name: str) -> None:
-    """Adds the options for output files."""
     outputs.add_output_options(parser, ".html, .md, .json")
     parser.add_argument(
         "--top",
@@ -90,7 +88,6 @@ def load_sessions(
 
 
 def format_side_name(paths: Sequence[str]) -> str:
-    """Returns the name of a side."""
     return restore_addresses(
         paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     )

@@ -18,7 +18,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
     types.add_verbosity_options(parser, "print errors only, as without: the script is all there is")
 

@@ -36,7 +36,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "base",
         metavar="BASE",

@@ -56,7 +56,6 @@ class Explanation(NamedTuple):
 
     @property
     def first_sentence(self) -> str:
-        """Returns the first sentence of the text."""
         paragraph = " ".join(re.split(r"\n\n|\n#", self.text.strip())[0].split())
         return re.sub(r"[`*]|\]\([^)]*\)|\[", "", re.split(r"(?<=[.:;]) ", paragraph)[0])
 
@@ -105,7 +104,6 @@ def _resolve_links(text: str, url: str) -> str:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "slug", nargs="?", metavar="NAME", help="the name that a message, report or page shows"
     )

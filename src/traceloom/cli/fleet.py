@@ -588,7 +588,6 @@ TRIGGER_HEADS = ("rule", "on", "of", "traces", "refused", "kept", "last")
 
 
 def add_triggers(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of triggers."""
     parser.add_argument(
         "what", choices=("list", "set", "show"), nargs="?", default="list", help="show: as TOML"
     )
@@ -619,7 +618,6 @@ def send_trigger_command(args: argparse.Namespace, client: FleetClient) -> Any:
 
 
 def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
-    """Returns a row per rule."""
     rows: list[Sequence[str]] = []
     for rule in answer["rules"]:
         refused = ", ".join(f"{number} {reason}" for reason, number in rule["refusals"].items())
@@ -660,7 +658,6 @@ Next: traceloom fleet webhooks add chat https://chat.example/hook"""
 
 
 def add_webhooks(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of webhooks."""
     parser.add_argument(
         "what",
         choices=("list", "add", "remove", "test"),
@@ -772,7 +769,6 @@ _TOKEN_OPTIONS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the actions and their options."""
     for _, subparser in add_actions(parser, ACTIONS):
         add_server(subparser)
         subparser.add_argument("--json", action="store_true", help="print the answer as JSON")

@@ -24,7 +24,6 @@ _KINDS = ("collective", "pipeline", "transformer")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="DIR", help="the directory to write"

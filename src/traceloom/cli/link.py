@@ -34,7 +34,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, directory, or Kineto and execution traces of any ranks, in any order"
     )

@@ -25,7 +25,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser, "run recorded with --memory, traces, or PyTorch's memory snapshots and timelines"
     )

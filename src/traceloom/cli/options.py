@@ -17,7 +17,6 @@ _NANOSECONDS = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 
 
 def add_inputs(parser: argparse.ArgumentParser, text: str) -> None:
-    """Adds the input files of a verb."""
     parser.add_argument("inputs", nargs="+", metavar="INPUT", help=text)
 
 
@@ -183,8 +182,6 @@ class VerbOption:
 
 
 def declare_options(*options: VerbOption) -> Callable[[argparse.ArgumentParser], None]:
-    """Returns a function that adds these options to a parser."""
-
     def declare(parser: argparse.ArgumentParser) -> None:
         for option in options:
             parser.add_argument(*option.names, **option.settings)

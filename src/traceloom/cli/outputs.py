@@ -317,7 +317,6 @@ def write_output_files(
 
 
 def write_json(document: Any, handle: BinaryIO) -> None:
-    """Writes a document as JSON."""
     from traceloom.report.views.files import encode
 
     handle.write(encode(document))

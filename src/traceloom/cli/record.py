@@ -29,7 +29,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.usage = "traceloom record [options] -- COMMAND ..."
     add = parser.add_argument
     add("-o", "--output", metavar="DIR", help="capture directory (default: traceloom-SCRIPT-TIME)")

@@ -32,7 +32,6 @@ _DEFAULT_MAX_TIME_S, _DEFAULT_TIMEOUT_S = 60.0, 300.0
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of a run."""
     run_group = parser.add_argument_group("how it is run")
     run_group.add_argument(
         "--device",
@@ -121,7 +120,6 @@ def is_nonzero_torchrun_rank() -> bool:
 
 
 def build_run_options(args: argparse.Namespace) -> RunOptions:
-    """Builds the options of a run from the arguments."""
     from traceloom.workload.replay.running import RunOptions
 
     return RunOptions(
@@ -170,7 +168,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, host traces with or without device traces, a .graph or a .plan"
     )
@@ -359,7 +356,6 @@ def validate_repeat(text: str) -> str:
 
 
 def _scale_plan(args: argparse.Namespace, plan: ReplayPlan) -> ReplayPlan:
-    """Returns the plan at the requested sizes."""
     if not (args.batch or args.scale or args.repeat):
         return plan
     from traceloom.workload.replay.resize import repeat_scope, scale_plan
@@ -448,7 +444,6 @@ def _resolve_output_files(
 
 
 def _describe_plan(plan: ReplayPlan) -> Iterator[str]:
-    """Yields a line for each rank of the plan."""
     from traceloom.report.labels import merge_rank_notices
 
     for rank_plan in plan:

@@ -58,7 +58,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser, "trace file, directory of traces, or recorded run; - for standard input"
     )

@@ -34,7 +34,6 @@ then: traceloom upload run
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "--store",
         metavar="URL",

@@ -31,7 +31,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(parser, "a .graph file, or .et and .et.gz files, or a directory of them")
     parser.add_argument(
         "--node", type=types.parse_whole_number, metavar="ID", help="one node and its neighbours"

@@ -37,7 +37,6 @@ _UNSCALABLE = {
 
 
 def add_scaling_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options for another scale."""
     scale = parser.add_argument_group("at which scale")
     size = scale.add_mutually_exclusive_group()
     size.add_argument(
@@ -204,7 +203,6 @@ _FORMAT = "traceloom-sweep-points"
 
 
 def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of sweeps."""
     sweep = parser.add_argument_group("at many points")
     sweep.add_argument(
         "--sweep",
@@ -364,7 +362,6 @@ class _SavedPoints:
         return answers
 
     def add(self, point: SweepPoint, row: SweepRow) -> None:
-        """Saves one more result."""
         lines = [] if self._begun else [json.dumps(self._head)]
         with report_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -407,7 +404,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser, "recorded run, directory or files of traces, a .graph, or a directory of .et files"
     )
@@ -623,7 +619,6 @@ def _run_native(args: argparse.Namespace, progress: Progress) -> Simulation:
 
 
 def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
-    """Simulates like ASTRA-sim."""
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.workload.simulate.astra_sim.config import read_network, read_system
     from traceloom.workload.simulate.astra_sim.run import simulate

@@ -52,7 +52,6 @@ _FILE_NAME = re.compile(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     targets = parser.add_argument_group("of what")
     targets.add_argument(
         "--pid",
@@ -172,7 +171,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build_request(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the body of the request."""
     if (args.steps is None) == (args.duration is None):
         raise UsageError(
             "a trace needs either --steps N or --duration T",

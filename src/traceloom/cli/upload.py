@@ -318,7 +318,6 @@ _POLL_S = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     parser.add_argument(
         "captures", nargs="+", metavar="CAPTURE", help="recorded run, or trace; each is one capture"
     )

@@ -32,7 +32,6 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(
         parser,
         ".et or .et.gz files, or directories of them; PREFIX.0.et, PREFIX.1.et, ... are one set",

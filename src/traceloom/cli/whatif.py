@@ -31,7 +31,6 @@ changes: [rank N[,M]] TARGET [~ REGEX] ACTION
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declares the options of the verb."""
     types.add_inputs(parser, "trace file, directory of traces, or recorded run")
     parser.add_argument(
         "--set",

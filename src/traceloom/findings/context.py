@@ -66,7 +66,6 @@ def shorten_name(name: str) -> str:
 
 
 def get_outermost_operator(path: str) -> str:
-    """Returns the outermost of nested operators."""
     return shorten_name(path.split(" > ", 1)[0])
 
 
@@ -317,7 +316,6 @@ class Context:
 
     @cached_property
     def vendor(self) -> str:
-        """Whose devices they are."""
         return find_vendor(self.traces)
 
     @cached_property
@@ -481,12 +479,10 @@ class Context:
 
     @cached_property
     def is_pipeline(self) -> bool:
-        """Whether ranks are stages of a pipeline."""
         return self.rank_comparison is not None and self.rank_comparison.pipeline.stages.height > 0
 
     @cached_property
     def rank_count(self) -> int:
-        """The number of ranks of the graph."""
         return self.graph.nodes["rank"].drop_nulls().n_unique()
 
     @cached_property
@@ -510,7 +506,6 @@ class Context:
 
     @cached_property
     def has_gpu_work(self) -> bool:
-        """Whether any GPU work was recorded."""
         return bool(
             self.select_kinds(graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL).any()
         )
@@ -603,7 +598,6 @@ class Context:
         return nodes if self.elsewhere is None else nodes & ~self.elsewhere
 
     def format_time_per_step(self, time_ns: int) -> str:
-        """Formats a time of all steps as the time per step."""
         return units.format_duration(round(time_ns / self.step_count))
 
     def many(self, count: int, noun: str = "") -> str:
@@ -613,7 +607,6 @@ class Context:
 
     @property
     def rank_sum_suffix(self) -> str:
-        """Returns the suffix for a sum over ranks."""
         return f", summed over {self.rank_count} ranks" if self.rank_count > 1 else ""
 
     def compute_exposed_ns(self, nodes: Bools) -> int:

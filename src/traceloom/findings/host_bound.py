@@ -444,7 +444,6 @@ def _find_copy_operators(trace: Trace) -> pl.DataFrame:
 
 
 def _is_inside_marked(parent: Ints, marked: Bools, events: Ints) -> Bools:
-    """Returns which of some events lie inside a marked one."""
     is_inside = np.zeros(events.size, dtype=np.bool_)
     ancestor = parent[events]
     while (ancestor >= 0).any():

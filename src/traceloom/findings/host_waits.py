@@ -135,7 +135,6 @@ def compute_min_pause_ns(context: Context) -> float:
 
 
 def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
-    """Returns the candidate for the long intervals of some ranks."""
     time = context.work_ns(long)
     evidence = context.evidence(long)
     label = evidence[0].what
@@ -256,7 +255,6 @@ class _WaitingSite:
 
 
 def _find_blocking_calls(slug: str, context: Context) -> Iterator[Message]:
-    """Yields one candidate per place in the code."""
     kinds = [kind for kind, (rule, _) in _KINDS.items() if rule == slug]
     waiting: dict[tuple[str, str], _WaitingSite] = {}
     for trace, row, site_calls in context.ask(context, _list_waiting_sites):

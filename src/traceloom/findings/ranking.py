@@ -454,7 +454,6 @@ class _StepCandidates:
         )
 
     def lengths(self, times: Ints) -> Ints:
-        """Returns the length of each step that counts."""
         lengths = self.context.compute_step_lengths(times)
         # The first step may begin with leftover work of others: it counts only where there are too
         # few others.

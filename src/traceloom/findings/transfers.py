@@ -81,7 +81,6 @@ def find_round_trip_copies(context: Context) -> Iterator[Message]:
 
 
 def find_device_copies(context: Context) -> Iterator[Message]:
-    """Reports copies from the device to itself."""
     op_times: dict[str, int] = {}
     copies = context.ask(context, _collect_copies).filter(pl.col("kind") == "DtoD")
     mask = context.select_nodes_of_stacked_events(copies)
@@ -252,7 +251,6 @@ def find_fragmentation(context: Context) -> Iterator[Message]:
 
 
 def find_nearly_full_memory(context: Context) -> Iterator[Message]:
-    """Reports a device that is nearly full."""
     for trace, row in _find_highest_peaks(context):
         sizes = {
             d.get("device"): d.get("memory_bytes")

@@ -211,7 +211,6 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
         )
 
     def make_spec(self, job: str) -> TraceSpec:
-        """Returns the trace that the rule requests for a job."""
         steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
         return TraceSpec(
             job=job,

@@ -488,7 +488,6 @@ class FleetTriggerEngine:
         self._tried, self.defects = {}, {}
 
     def _jobs(self) -> Jobs:
-        """Returns the processes of running jobs."""
         jobs: dict[str, list[HostProcess]] = defaultdict(list)
         for last in self.registry.fresh().values():
             for process in last.heartbeat.processes:

@@ -139,7 +139,6 @@ def count_usable_cores() -> int:
 
 
 def _decode_into(path: Path, part: TextRange, write_fd: int, parent: int) -> NoReturn:
-    """Runs in the fork instead of what its parent was doing."""
     try:
         process.forget_in_child()
         nowhere = os.open(os.devnull, os.O_RDWR)
@@ -232,7 +231,6 @@ class Helpers:
             target.size = decoded.size
 
     def stop(self) -> None:
-        """Kills all of them."""
         for fork in self._forks:
             fork.stop()
 

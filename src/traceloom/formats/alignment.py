@@ -231,7 +231,6 @@ def align(
 
 
 def choose_stretch_length(size: int) -> int:
-    """Returns the length of the stretches that locate a sequence."""
     return max(1, min(8, size // 4))
 
 
@@ -354,12 +353,10 @@ class ThreadOps:
 
     @property
     def size(self) -> int:
-        """Number of ops."""
         return self.row.size
 
 
 def encode_shared_names(host: pl.Series, device: pl.Series) -> tuple[Ints, Ints]:
-    """Returns codes that are equal where names are."""
     both = pl.concat([host.rename("name"), device.rename("name")]).fill_null("")
     code = both.cast(pl.Categorical).to_physical().cast(pl.Int64).to_numpy()
     return code[: host.len()], code[host.len() :]

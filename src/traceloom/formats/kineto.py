@@ -495,7 +495,6 @@ class _FileEvents:
             self.external[gather_rows(_IS_WORK, self.category)] = NULL
 
     def events_of(self, table: str) -> Ints:
-        """Returns the event of each row of a side table."""
         if table not in self._events_of:
             self._events_of[table] = self.event[self.columns.take(table, "row", np.uint32)]
         return self._events_of[table]

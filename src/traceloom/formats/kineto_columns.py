@@ -177,7 +177,6 @@ class Columns:
         self._categories = _CategoryCodes()
 
     def add(self, part: Slice) -> None:
-        """Adds the entries of a slice."""
         entries = part.entries
         self.entries += len(entries)
         spans, offsets, lengths = (
@@ -653,7 +652,6 @@ class Columns:
 
     @staticmethod
     def _decode_again(part: Slice, row: int) -> dict[str, Any]:
-        """Returns all arguments of an entry that is no span."""
         offset = int(part.offsets[row]) - part.base
         try:
             entry = msgspec.json.decode(part.text[offset : offset + int(part.lengths[row])])

@@ -210,7 +210,6 @@ def collect_settings(metadata: dict[str, Any]) -> dict[str, bool]:
 
 
 def collect_job_labels(metadata: dict[str, Any]) -> dict[str, str]:
-    """Returns the labels of the job and the recording."""
     return {
         key: str(value)
         for key, value in metadata.items()

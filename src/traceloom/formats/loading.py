@@ -129,7 +129,6 @@ class _ProgressCounter:
         self.tell(number)
 
     def finished(self, number: int) -> None:
-        """Records that a file is done."""
         self._read[number], self._done[number] = self._sizes[number], True
         self.tell(number)
 

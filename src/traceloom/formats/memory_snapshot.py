@@ -288,7 +288,6 @@ class _Reader:
         self._stack: dict[tuple[int, ...], int] = {(): 0}
 
     def history(self, device: int, trace: Any) -> None:
-        """Adds the entries of one device."""
         if not isinstance(trace, list):
             self.odd += 1
             return
@@ -363,14 +362,12 @@ class _Reader:
             next_address += block_size
 
     def credible(self, size: Any) -> bool:
-        """Whether it is a valid size and the sum of all sizes stays valid."""
         if not _is_size(size) or self._total + size >= _MAX_INTEGER:
             return False
         self._total += size
         return True
 
     def stack_of(self, frames: Any) -> int:
-        """Returns the number of a stack."""
         if not frames or not isinstance(frames, list):
             return 0
         cached = self._by_list.get(id(frames))

@@ -136,7 +136,6 @@ def repair_event(fragment: bytes, key: str = "ph") -> list[dict[str, Any]]:
 
 
 def _repair_escapes(text: str) -> str:
-    """Escapes each backslash that begins no valid escape."""
     return _BACKSLASH.sub(lambda match: match[0] if match["good"] else r"\\", text)
 
 

@@ -120,7 +120,6 @@ class DamageLog(Struct):
             self.note(slug, case.where, case.count)
 
     def notices(self) -> list[Notice]:
-        """Returns one notice per kind of damage."""
         notices = []
         for slug, case in self.cases.items():
             kind = _DAMAGE_KIND_BY_SLUG[slug]
@@ -275,12 +274,10 @@ class JsonScanner:
         return parsed is not None and self._entry_format.is_entry(parsed[0])
 
     def is_foreign_key(self, position: int) -> bool:
-        """Whether there is a key at the position that no entry has."""
         match = _OBJECT_KEY.match(self.letters, position)
         return match is not None and match.group(1) not in self._entry_format.keys
 
     def is_entry_key(self, position: int) -> bool:
-        """Whether there is a key of entries at the position."""
         match = _OBJECT_KEY.match(self.letters, position)
         return match is not None and match.group(1) in self._entry_format.keys
 

@@ -98,7 +98,6 @@ def find_steps(
 
 
 def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
-    """Builds steps from numbered spans of the thread that has most of them."""
     lane = spans["lane"].value_counts(sort=True)["lane"][0]
     spans = (
         spans.filter(pl.col("lane") == lane)

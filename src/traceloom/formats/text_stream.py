@@ -161,7 +161,6 @@ class TextBuffer:
         self._base += count
 
     def _skip_blank(self) -> None:
-        """Skips white space and commas."""
         if blank := _BLANK.match(self._text):
             self._skip(blank.end())
 
@@ -201,7 +200,6 @@ class BraceIndex:
         self._found: deque[Places] = deque()
 
     def scan(self, text: bytes) -> None:
-        """Adds the next part of the text."""
         if self._seen + len(text) > self._begin:
             self._found.append(
                 np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _BRACE) + self._seen

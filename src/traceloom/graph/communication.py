@@ -86,7 +86,6 @@ class RankCommunication(Struct, frozen=True):
     about: pl.DataFrame
 
     def nodes(self, parts: RankParts) -> Ints:
-        """Returns the node of each row."""
         return np.concatenate(
             [parts.work_node[self.work], parts.segment_node[parts.host.first[self.host_event]]]
         )

@@ -43,7 +43,6 @@ class LinkTerms(Struct, frozen=True):
     node: Ints
 
     def at(self, index: Ints) -> LinkTerms:
-        """Returns the terms of some links."""
         return LinkTerms(unwrap_array(self.edge[index]), unwrap_array(self.node[index]))
 
 
@@ -303,7 +302,6 @@ class Plan:
 
     @property
     def slices(self) -> int:
-        """The number of slices of a pass."""
         return len(self._layout.slices)
 
     @property

@@ -673,7 +673,6 @@ class LastGraphCache(Generic[T]):
         )
 
     def put(self, graph: Graph, value: T) -> T:
-        """Stores and returns the value of a graph."""
         self._kept = (
             weakref.ref(graph.nodes, self._forget),
             weakref.ref(graph.edges, self._forget),

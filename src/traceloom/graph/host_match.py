@@ -121,7 +121,6 @@ class Matching:
         ).select(pl.col(name).cast(kind) for name, kind in GRAPH_SCHEMAS["coverage"].items())
 
     def with_notices(self, *notices: Notice) -> Matching:
-        """Returns the same matching with more notices."""
         return replace(
             self, notices=(*self.notices, *(notice.of_rank(self.rank) for notice in notices))
         )
@@ -175,7 +174,6 @@ class _TracePair(Struct, frozen=True):
 
     @property
     def ops(self) -> int:
-        """The number of host ops to match."""
         return int(self.op.sum())
 
 
@@ -460,7 +458,6 @@ class _LaneAssignment(Struct):
 
     @property
     def iterations(self) -> int:
-        """The number of iterations in which all of them fit."""
         return self.placed[0].start.size if self.placed else 0
 
     def pairs(self, iteration: int = 0, *, shifted: bool = True) -> tuple[Ints, Ints]:

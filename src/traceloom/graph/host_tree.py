@@ -359,7 +359,6 @@ class Segments(Struct, frozen=True):
 
 
 def build_segments(tree: HostTree) -> Segments:
-    """Tiles each host thread with segments."""
     size = tree.row.size
     events = np.arange(size)
     # Index of every begin and end in a walk around the forest: the number of begins and ends before

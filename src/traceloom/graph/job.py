@@ -156,7 +156,6 @@ def choose_meetings(parts: pl.DataFrame) -> pl.DataFrame:
 
 
 def _fit(own_ends: Ints, job_ends: Ints) -> HostClock:
-    """Returns the correction that maps the ends of a host to those of the job."""
     order = np.argsort(own_ends, kind="stable")
     own_ends, job_ends = own_ends[order], job_ends[order]
     offsets = job_ends - own_ends

@@ -38,7 +38,6 @@ class SyncRecords(Struct, frozen=True):
     recorded: Ints
 
     def of(self, kind: str) -> SyncRecords:
-        """Returns the records of one kind."""
         rows = np.flatnonzero((self.kind == kind).to_numpy())
         arrays = (self.call, self.device, self.lane, self.awaited, self.recorded)
         return SyncRecords(self.kind[rows], *(array[rows] for array in arrays))

@@ -76,7 +76,6 @@ class _Wakeups(Struct, frozen=True):
     certain: Bools
 
     def of(self, selected: Bools) -> _Wakeups:
-        """Returns the selected ones."""
         return _Wakeups(
             self.head[selected],
             self.source[selected],
@@ -463,7 +462,6 @@ def _add_wakeups(
 
 
 def _count_following_parts(host: Segments, number: Ints, segment: Ints) -> Ints:
-    """Returns how many parts of a segment follow its first."""
     bounds = np.append(number, number[-1] + 1 if number.size else 0)
     last = segment + 1 == host.owner.size
     return np.where(

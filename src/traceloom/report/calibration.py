@@ -44,7 +44,6 @@ def build_calibration(answer: Calibration) -> CalibrationDocument:
 
 
 def summarise_calibration(answer: Calibration) -> str:
-    """Describes what was fitted."""
     if answer.samples.is_empty():
         return "No collectives."
     classes = answer.transfers.select("collective", "span", "ranks").n_unique()
@@ -58,7 +57,6 @@ def summarise_calibration(answer: Calibration) -> str:
 
 
 def render_calibration(document: CalibrationDocument, width: int) -> Iterator[Text]:
-    """Yields the lines on a terminal."""
     yield Text(fit_name(document["machine"].get("name", ""), width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width)

@@ -288,7 +288,6 @@ def _build_operators_table(
 
 
 def _format_status_counts(statuses: Iterable[str]) -> str:
-    """Formats how many rows have each status."""
     return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items())
 
 
@@ -391,7 +390,6 @@ def render_sections(document: ComparisonDocument) -> Iterator[RenderedSection]:
 
 
 def render_table_section(data_table: Table) -> RenderedSection:
-    """Renders a table as a section."""
     table_html = render_html_table(
         data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
     )

@@ -253,7 +253,6 @@ class ListSchema:
     ranked: bool = True
 
     def schema(self) -> JsonSchema:
-        """Returns its JSON Schema."""
         import polars as pl
 
         columns = {"rank": pl.Int32, **self.columns} if self.ranked else self.columns
@@ -275,7 +274,6 @@ class ListSchema:
 def build_object_schema(
     properties: Mapping[str, JsonSchema], *, description: str = ""
 ) -> JsonSchema:
-    """Returns the schema of an object with all these keys."""
     shape: JsonSchema = {
         "type": "object",
         "properties": dict(properties),
@@ -285,13 +283,11 @@ def build_object_schema(
 
 
 def allow_null(shape: JsonSchema, *, description: str = "") -> JsonSchema:
-    """Returns the schema extended by null."""
     nullable: JsonSchema = {"anyOf": [shape, {"type": "null"}]}
     return {"description": description, **nullable} if description else nullable
 
 
 def build_type_schema(kind: Any, *, nullable: bool = False) -> JsonSchema:
-    """Returns the schema of one value of a Polars type."""
     import polars as pl
 
     kind = kind() if isinstance(kind, type) else kind

@@ -153,7 +153,6 @@ class LogAxes:
         self.y_low, self.y_high = _find_decades(y)
 
     def x(self, value: float) -> float:
-        """Returns the horizontal position of a value."""
         return self._left + (self._right - self._left) * (math.log10(value) - self.x_low) / (
             self.x_high - self.x_low
         )
@@ -323,7 +322,6 @@ class RooflinePoint(NamedTuple):
 
     @classmethod
     def of(cls, rows: list[RooflineOperatorsRow]) -> RooflinePoint:
-        """Merges these rows into one point."""
         first, total = rows[0], sum(row["total_ns"] or 0 for row in rows)
         rates = [(row["flop_rate"] or 0) * (row["total_ns"] or 0) for row in rows]
         fractions = [fraction for row in rows if (fraction := row["roofline_fraction"]) is not None]

@@ -50,7 +50,6 @@ def format_rank(rank: int | None) -> str:
 
 
 def format_memory_name(row: Mapping[str, Any]) -> str:
-    """Returns the name of the memory of a device."""
     kind = str(row["device_type"])
     return (
         kind

@@ -304,7 +304,6 @@ def _build_largest_series(
     unseen: int,
     limit: int,
 ) -> list[MemorySeriesRow]:
-    """Returns the largest parts and the rest."""
     (names, number), (pool, rows) = parts, pool_rows
     levels = compute_levels(explained.named.blocks, number, len(names), rows, pool)
     retained_keys, selected_levels = select_largest_keys(levels, limit)
@@ -573,7 +572,6 @@ def build_rank_entry(
 
 
 def build_peak_memories(explained: ExplainedMemory, absent: UnknownValues) -> list[MemoryState]:
-    """Returns every memory of one rank at its peak."""
     allocations = build_allocations(explained, max_blocks=0)
     peaks = allocations.pools.select("pool", "peak_row").rows()
     return [_build_memory_state(explained, allocations, pool_row, absent) for pool_row in peaks]
@@ -717,7 +715,6 @@ def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
 
 
 def build_modules_table(memory: MemoryMemoryRow, key: str) -> Table:
-    """Returns memory by module."""
     return Table(
         key, "Memory by module", [*HELD_COLUMNS, Col("name", "Module", "name")], memory["modules"]
     )
@@ -822,7 +819,6 @@ def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
 
 
 def build_ranks_table(document: MemoryDocument) -> Table:
-    """Returns the peak of every memory of every rank."""
     rows = [
         {**memory, "rank": format_rank_name(entry, k), "where": labels_allocator(memory)}
         for k, entry in enumerate(document["ranks"])
@@ -847,7 +843,6 @@ def build_ranks_table(document: MemoryDocument) -> Table:
 
 
 def build_out_of_memory_table(entry: MemoryEndRow, key: str) -> Table:
-    """Returns what was alive when memory ran out."""
     columns = [
         Col("bytes", "Bytes", "bytes"),
         Col("fraction", "Share", "share"),

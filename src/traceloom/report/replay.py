@@ -70,7 +70,6 @@ def build(comparison: ReplayComparison) -> ReplayDocument:
 
 
 def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
-    """Writes the document as JSON."""
     handle.write(encode(build(comparison)))
 
 
@@ -97,7 +96,6 @@ def compute_coverage(comparison: ReplayComparison) -> float:
 
 
 def describe_replay(comparison: ReplayComparison) -> str:
-    """Describes the answer."""
     if not comparison.whole.height:
         return "Nothing was replayed."
     row = find_slowest_rank(comparison)
@@ -146,7 +144,6 @@ def compare_with_simulation(comparison: ReplayComparison) -> Iterator[str]:
 
 
 def describe_limits(comparison: ReplayComparison) -> Iterator[str]:
-    """Yields a sentence for each limit of these times."""
     if not comparison.whole.height:
         return
     if comparison.not_simulated:
@@ -368,7 +365,6 @@ _GPU_TABLES = tuple(
 
 
 def build_tables(document: ReplayDocument) -> Iterator[Table]:
-    """Yields the tables that have rows."""
     rows_of: dict[str, Sequence[Cells]] = {
         "whole": document["whole"],
         "simulated": document["simulated"],

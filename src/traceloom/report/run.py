@@ -86,7 +86,6 @@ class SectionErrors:
             return None
 
     def failed(self, key: str) -> bool:
-        """Whether a section has failed."""
         return key in self._found
 
     def explain(self, key: str, absent: UnknownValues, *paths: str) -> None:
@@ -96,7 +95,6 @@ class SectionErrors:
             absent.explain(path, f"{FAILED_REASON}: {type(error).__name__}: {error}")
 
     def notices(self) -> tuple[Notice, ...]:
-        """Returns one notice per failed section."""
         return tuple(
             Notice(
                 "section-failed",
@@ -209,7 +207,6 @@ def build(
 
 
 def selected(session: Session, options: ReportOptions) -> Session:
-    """Returns the part of a session that a report with these options covers."""
     rank_session = session if options.ranks is None else session.of_ranks(options.ranks)
     return (
         rank_session if options.steps is None else cut_session_to_steps(rank_session, options.steps)

@@ -80,12 +80,10 @@ def build_simulation(answer: Simulation) -> SimulationDocument:
 
 
 def write_json(answer: Simulation, handle: BinaryIO) -> None:
-    """Writes the document as JSON."""
     handle.write(encode(build_simulation(answer)))
 
 
 def describe_simulation(answer: Simulation) -> str:
-    """Describes the answer."""
     scope = "The window" if answer.step is None else f"Step {answer.step}"
     after = units.format_duration(answer.after_ns)
     if answer.before_ns is None:
@@ -405,7 +403,6 @@ class _Listing(NamedTuple):
 
 
 def render_simulation(document: SimulationDocument, width: int) -> Iterator[Text]:
-    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     if document["identity"]:
@@ -560,7 +557,6 @@ def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
 
 
 def render_scaled(document: ScaledDocument, width: int) -> Iterator[Text]:
-    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["identity"], width)

@@ -168,7 +168,6 @@ def build_tables(document: VerdictDocument) -> Iterator[Table]:
 
 
 def describe_verdict(document: VerdictDocument) -> str:
-    """Describes the verdict in one line."""
     return f"{document['sentence']}."
 
 
@@ -204,7 +203,6 @@ def list_reasons(document: VerdictDocument) -> list[str]:
 
 
 def format_amount(amount: float | None, measure: str) -> str:
-    """Formats an amount in its unit."""
     if amount is None:
         return units.UNKNOWN_TEXT
     if measure == "time":
@@ -227,7 +225,6 @@ def format_change(amount: float | None, row: CheckRow) -> str:
 
 
 def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
-    """Builds the row of a baseline in the list."""
     runs = baseline.runs
     wall = [run.wall_ns for run in runs if run.wall_ns]
     step_times = (
@@ -254,7 +251,6 @@ def build_baseline_row(name: str, baseline: Baseline) -> BaselineRow:
 
 
 def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[Text]:
-    """Yields the list as a table."""
     display_rows = [
         {
             **entry,
@@ -276,7 +272,6 @@ def render_baselines(rows: list[BaselineRow], top: int, width: int) -> Iterator[
 
 
 def render_verdict_page(document: VerdictDocument) -> str:
-    """Renders the verdict as one self-contained HTML page."""
     name = f"{document['base']['name']} → {document['new']['name']}"
     paragraphs = "".join(
         f'<p class="quiet">{escape_html(line)}</p>' for line in list_reasons(document)

@@ -109,7 +109,6 @@ def build(
 
 
 def describe_whatif(result: WhatIf, step: int | None) -> str:
-    """Describes the effect."""
     scope = "the window" if step is None else f"step {step}"
     before, after = units.format_duration(result.before_ns), units.format_duration(result.after_ns)
     if not result.saved_ns:
@@ -134,7 +133,6 @@ def describe_whatif(result: WhatIf, step: int | None) -> str:
 
 
 def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
-    """Yields the lines on a terminal."""
     yield Text(fit_name(document["name"], width), "bold")
     yield Text("")
     yield from render_paragraph(document["sentence"], width, "bold")
@@ -176,13 +174,11 @@ def render(document: WhatIfDocument, width: int) -> Iterator[Text]:
 
 
 def describe_trust(document: WhatIfDocument) -> str:
-    """Describes how far the answer can be trusted."""
     hint = "It is a bound. " if document["upper_bound"] else f"{_UNTRUSTED_HINT} "
     return ("" if document["trusted"] else hint) + document["law"]["sentence"]
 
 
 def describe_path_part(part: PathPart) -> str:
-    """Describes a part of the critical path."""
     part_type, kind = part["what"], part["kind"]
     if part_type == "before":
         return "before the path begins"
@@ -197,7 +193,6 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 640, 260, 90, 12, 40
 
 
 def render_markdown(document: WhatIfDocument) -> str:
-    """Renders the document for a pull request or a note."""
     lines = [
         f"## What if: {escape_markdown(document['name'])}",
         "",

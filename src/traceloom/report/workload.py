@@ -134,7 +134,6 @@ class NodeNetwork:
 
 
 def convert_graph(graph: Graph) -> NodeNetwork:
-    """Converts a graph with all kinds of nodes and edges."""
     nodes = graph.nodes.select(
         pl.col("node").cast(pl.Int64).alias("id"),
         pl.col("rank").cast(pl.Int64),
@@ -373,7 +372,6 @@ def build_node_document(network: NodeNetwork, row: int) -> NodeDocument:
 def _list_neighbours(
     network: NodeNetwork, row: int, own_column: str, other: str
 ) -> list[NeighbourRow]:
-    """Returns the nodes at the other end of the edges of a node."""
     edges = network.edges.filter(pl.col(own_column) == row)
     nodes = network.nodes[edges[other]].with_columns(edges["kind"].alias("edge"), edges["evidence"])
     return to_rows(nodes.sort("rank", "id"))
@@ -383,7 +381,6 @@ _MAX_ROWS = 40  # of a table
 
 
 def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
-    """Yields the lines of a summary."""
     ranks = len(summary["ranks"])
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",

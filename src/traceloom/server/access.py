@@ -261,7 +261,6 @@ class ConnectionLimiter:
         self.open_by_peer[peer.name] += not peer.unlimited
 
     def leave(self, peer: Caller) -> None:
-        """Count the end of a connection."""
         self.open_by_peer[peer.name] -= not peer.unlimited
         if not self.open_by_peer[peer.name]:
             del self.open_by_peer[peer.name]

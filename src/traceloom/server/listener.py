@@ -95,7 +95,6 @@ class AgentListener:
     def identify(
         self, transport: asyncio.BaseTransport, peer: Caller
     ) -> Callable[[Headers], Caller]:
-        """Returns a function that identifies the caller from the headers of a request."""
         if self.loopback is None:
             return lambda _headers: peer
         certificate = transport.get_extra_info("peercert") or {}
@@ -156,7 +155,6 @@ class TimeoutHttpProtocol(H11Protocol):
         self.wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Release the connection from the limiter."""
         self.go_on()
         if self.peer is not None:
             self.door.connections.leave(self.peer)

@@ -76,7 +76,6 @@ METRICS_PATH, DOCUMENT_PATH = "/metrics", "/api/v1/openapi.json"
 
 
 def build_error_response(refusal: HttpError) -> Response:
-    """Returns the JSON response of an error."""
     headers = {"Retry-After": str(refusal.retry_s)} if refusal.retry_s else {}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = "Bearer"

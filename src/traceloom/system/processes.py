@@ -79,7 +79,6 @@ class WorkerProcess:
         self.send({"main": main, "imports": imports})
 
     def send(self, job: dict[str, Any]) -> None:
-        """Write one job as a line of JSON."""
         assert self._process.stdin is not None
         # If it has ended already, that is detected when its answer is read.
         with contextlib.suppress(BrokenPipeError):
@@ -152,7 +151,6 @@ class ProcessPool:
                 worker.kill()
 
     def ended(self) -> None:
-        """Wait until all have ended."""
         for worker in self._running:
             worker.ended()
 

@@ -157,7 +157,6 @@ class CacheEntry:
         return self._seen.settled
 
     def exists(self) -> bool:
-        """Returns whether the trace of the file is cached."""
         return self._folder.is_dir()
 
     def get(self, read: Callable[[Path], T]) -> T | None:

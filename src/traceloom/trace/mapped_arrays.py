@@ -72,7 +72,6 @@ class _BlockPool:
         return owner
 
     def clear(self) -> None:
-        """Releases the blocks that no array uses."""
         self._idle.clear()
         self._idle_bytes = 0
 
@@ -100,7 +99,6 @@ def get_spill_directory() -> Path:
 
 
 def describe_full_disk(error: OSError) -> InputError:
-    """Returns the error for a full disk."""
     return InputError(
         f"the columns of this large trace do not fit the disk: {(error.strerror or str(error)).lower()}",
         slug="no-space",
@@ -213,13 +211,11 @@ class MappedArray(np.ndarray[Any, Any]):
             raise ValueError(f"{len(new)} values for {offset} rows")
 
     def astype(self, dtype: Any, *_: Any, **__: Any) -> Any:
-        """A converted copy."""
         result = allocate_array(len(self), dtype)
         np.copyto(_unwrap(result), _unwrap(self), casting="unsafe")
         return result
 
     def copy(self, *_: Any) -> Any:
-        """A copy."""
         return self.astype(self.dtype)
 
     def argsort(self, *_: Any, **__: Any) -> Any:
@@ -238,7 +234,6 @@ class MappedArray(np.ndarray[Any, Any]):
 
 
 def copy_to_disk(values: Array) -> Array:
-    """Returns the values on disk if they are large."""
     result = allocate_array(len(values), values.dtype)
     result[:] = values
     return result
@@ -501,11 +496,9 @@ class ColumnSpool:
         return values
 
     def holds(self, table: str, name: str) -> bool:
-        """Returns whether values were added to the column."""
         return (table, name) in self._files
 
     def close(self) -> None:
-        """Removes the columns that were not read."""
         for file in self._files.values():
             file.close()
         self._files.clear()

@@ -44,7 +44,6 @@ class Notice:
     where: str = ""
 
     def of_rank(self, rank: int | None) -> Notice:
-        """Returns the notice with another rank."""
         return replace(self, rank=rank)
 
     def to_dict(self) -> NoticeFields:

@@ -134,7 +134,6 @@ class Session:
 
     @property
     def event_count(self) -> int:
-        """The number of events in all traces."""
         return sum(trace.events.height for trace in self.traces)
 
     @property
@@ -594,7 +593,6 @@ def format_frame(frame: Sequence[Any]) -> str:
 
 
 def is_python_frame(frame: StackFrame) -> bool:
-    """Returns whether a frame is Python rather than C++."""
     return frame[0].endswith((".py", ".pyx")) or frame[0].startswith("<")
 
 

@@ -225,7 +225,6 @@ class ArchiveFormat(Struct, frozen=True):
     def pack(
         self, header: Mapping[str, Any], frames: Mapping[str, pl.DataFrame], handle: BinaryIO
     ) -> None:
-        """Write an archive into an open file."""
         complete_header = {
             "format": self.format,
             "version": self.version,
@@ -472,7 +471,6 @@ class MappedFiles:
         return arrays.wrap_arrow_buffers(kind, len(data), [validity, data]).alias(series.name)
 
     def _kept(self, values: Array) -> Array:
-        """Copies the values into a file."""
         size = values.nbytes
         if not size:
             return values

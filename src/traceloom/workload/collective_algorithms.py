@@ -50,7 +50,6 @@ class Schedule:
 
     @property
     def messages(self) -> int:
-        """The number of messages."""
         return sum(len(part.source) for part in self.rounds)
 
     def sent_bytes(self) -> Ints:
@@ -117,7 +116,6 @@ def merge_schedules(parts: Sequence[tuple[Schedule, Ints]]) -> tuple[Round, ...]
 
 
 def merge_rounds(parts: Iterable[Round]) -> Round:
-    """Returns one round with the messages of several."""
     rounds = list(parts)
     return Round(
         np.concatenate([part.source for part in rounds]),
@@ -348,7 +346,6 @@ def compute_depths(parent: Ints) -> Ints:
 
 
 def _send_along_tree(parent: Ints, size: int, chunks: int, kind: str) -> list[tuple[int, Round]]:
-    """Returns the messages of one tree with the time slot of each."""
     depth = compute_depths(parent)
     position = np.flatnonzero(parent >= 0)
     height = np.zeros(len(parent), np.int64)  # longest path down

@@ -150,7 +150,6 @@ class AmdAccelerator:
         )
 
     def sample(self) -> list[Reading]:
-        """Reads all metrics from the files."""
         readings: list[Reading] = []
         self._missing = {}
         for uuid, entry in self._entries.items():

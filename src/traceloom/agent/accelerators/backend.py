@@ -169,7 +169,6 @@ class BackendWorker:
         self._calls.put(None)
 
     def is_alive(self) -> bool:
-        """Whether the thread runs or hangs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

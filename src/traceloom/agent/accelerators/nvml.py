@@ -163,7 +163,6 @@ class GpmRing:
         }
 
     def free(self) -> None:
-        """Free all samples."""
         while self._samples:
             with suppress(self._nvml.NVMLError):
                 self._nvml.nvmlGpmSampleFree(self._samples.pop()[1])

@@ -283,7 +283,6 @@ class ScrapedAccelerator:
         }
 
     def sample(self) -> list[Reading]:
-        """Returns the readings of the last scrape."""
         return [reading for readings in list(self._readings.values()) for reading in readings]
 
     def processes(self) -> list[DeviceProcess]:

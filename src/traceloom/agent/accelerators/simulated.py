@@ -97,7 +97,6 @@ class SimulatedAccelerator:
         )
 
     def devices(self) -> list[Device]:
-        """Returns the configured number of devices."""
         return [
             Device(
                 uuid=self.uuid(index),
@@ -116,7 +115,6 @@ class SimulatedAccelerator:
         ]
 
     def capabilities(self) -> dict[str, str]:
-        """Returns all simulated metrics as available."""
         return {
             format_capability(reading.metric, reading.labels[1:]): ""
             for reading in self._build_readings(0)
@@ -239,12 +237,10 @@ class SampleWriter:
         )
 
     def write(self, sample: Sample) -> None:
-        """Append a sample and flush it."""
         self._file.write(self._encoder.encode(sample) + b"\n")
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -313,7 +309,6 @@ class RecordedAccelerator:
         self._interval_s = config.collect.period
 
     def devices(self) -> list[Device]:
-        """Returns the devices of the current sample."""
         while (
             self._next is not None
             and self._next.at_ns / 1e9 <= self._clock() - self._clock_offset_s
@@ -329,15 +324,12 @@ class RecordedAccelerator:
         )
 
     def capabilities(self) -> dict[str, str]:
-        """Returns the capabilities of the recorded host."""
         return self._current.capabilities
 
     def sample(self) -> list[Reading]:
-        """Returns the readings of the current sample."""
         return [] if self._has_ended() else self._current.readings
 
     def processes(self) -> list[DeviceProcess]:
-        """Returns the processes of the current sample."""
         return [] if self._has_ended() else self._current.processes
 
     def events(self) -> list[DeviceEvent]:
@@ -350,7 +342,6 @@ class RecordedAccelerator:
         return False
 
     def close(self) -> None:
-        """Close the file."""
         self._samples.close()
 
     def _has_ended(self) -> bool:

@@ -123,7 +123,6 @@ class OwnedProcessCollector:
         return readings
 
     def list_problems(self) -> list[str]:
-        """Returns what cannot be read of processes."""
         return self.looked_at.list_problems()
 
 

@@ -372,7 +372,6 @@ class Processes(HostCollector):
         )
 
     def list_problems(self) -> list[str]:
-        """Returns what cannot be read of processes here."""
         problems = []
         if denied := sum(scan.denied for scan in self._looks.values()):
             needed = (

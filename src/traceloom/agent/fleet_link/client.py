@@ -98,7 +98,6 @@ class ServiceClient:
             self._ask("PUT", route, iter(lambda: file.read(_BLOCK_BYTES), b""), headers)
 
     def close(self) -> None:
-        """Close the connection."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()

@@ -71,7 +71,6 @@ class Hang(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> JobKey:
-        """The job and its user."""
         return JobKey(self.job, self.uid)
 
 

@@ -165,7 +165,6 @@ class _PlainUnpickler(pickle.Unpickler):
     """Loads plain values only, as a second line of defence behind the check of opcodes."""
 
     def find_class(self, module_name: str, global_name: str) -> NoReturn:
-        """Refuse every import."""
         raise pickle.UnpicklingError(f"it names {module_name[:80]}.{global_name[:80]}")
 
 
@@ -413,7 +412,6 @@ class _BlockedCollective(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the collective in sentences."""
         return f"`{self.first.operation}` number {self.first.sequence} of {self.title}"
 
 

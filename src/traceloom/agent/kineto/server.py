@@ -159,7 +159,6 @@ class ProfilerRegistry:
             listener(client)
 
     def by_pid(self, pid: int) -> ProfilerClient | None:
-        """Returns the client that has this pid now."""
         return self.clients.get(self._keys.get(pid, ""))
 
     def forget(self) -> None:

@@ -74,7 +74,6 @@ class HostDevices:
         return matches[0] if len(matches) == 1 else ""
 
     def parts(self, uuids: Iterable[str]) -> frozenset[str]:
-        """Returns the devices and their partitions."""
         device_uuids = set(uuids)
         return frozenset(
             device_uuids

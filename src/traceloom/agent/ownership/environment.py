@@ -348,7 +348,6 @@ def _add_other_jobs(environment: Mapping[str, str], host: str, state: Any) -> No
 
 
 def build_owner(stated: Claims) -> Owner:
-    """Returns the owner that the claims describe."""
     values: dict[str, Any] = {}
     labels: dict[str, str] = {}
     for field, (value, _) in stated.items():

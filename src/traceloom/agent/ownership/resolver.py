@@ -148,12 +148,10 @@ class JobMapping:
         return []
 
     def list_problems(self) -> list[str]:
-        """Returns the files that cannot be read."""
         return list(self._troubles)
 
 
 def _read_jobs(path: Path) -> tuple[str, ...]:
-    """Returns the distinct jobs that a file lists."""
     # Opening a pipe would block.
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

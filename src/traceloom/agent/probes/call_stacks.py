@@ -155,7 +155,6 @@ class CallStacks:
         return int(number)
 
     def close(self) -> None:
-        """Close the maps and the ring."""
         for resource in self._held:
             resource.close()
 

@@ -156,7 +156,6 @@ class CallProbes:
         self._probes = []
 
     def close(self) -> None:
-        """Close everything."""
         self.detach()
         for program in self._programs:
             os.close(program)
@@ -255,7 +254,6 @@ class CallProbes:
         return write
 
     def _put(self, program: ProbeProgram) -> None:
-        """Submit the record."""
         program.map(R1, self.ring.map.descriptor)
         program.address(R2, _RECORD_AT)
         program.do(R3, "=", RECORD.size)

@@ -147,7 +147,6 @@ class ProbeProgram:
         self.do(target, "+=", offset)
 
     def jump(self, to: str) -> None:
-        """Jump to the label."""
         self._encoded.append(_Encoded(_ALWAYS, to=to))
 
     def jump_if(self, left: Register, comparison: str, right: int | Register, to: str) -> None:
@@ -295,7 +294,6 @@ class Map:
         _call_bpf(_UPDATE, self._element(keys, values))
 
     def remove(self, key: bytes) -> None:
-        """Remove an entry if it exists."""
         buffer = ctypes.create_string_buffer(key, len(key))
         with contextlib.suppress(FileNotFoundError):
             _call_bpf(_DELETE, self._element(buffer, None))
@@ -316,7 +314,6 @@ class Map:
             key = ctypes.create_string_buffer(following.raw, self._key_bytes)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self.descriptor)
 
     def _element(
@@ -480,7 +477,6 @@ class Ring:
         )
 
     def close(self) -> None:
-        """Unmap and close it."""
         self._read_to.close()
         self._written.close()
         self.map.close()

@@ -137,12 +137,10 @@ class Elf:
         return None
 
     def find_data(self, name: str) -> int | None:
-        """Returns the address of the object with this name."""
         data = self.find(f"{name}\0", _OBJECT)
         return None if data is None else data.address
 
     def name(self, table: SymbolTable, position: int) -> str:
-        """Returns the name at a position of a table's string table."""
         length = max(min(_MAX_NAME_BYTES, table.names_size - position), 0)
         return (
             self._read(table.names_offset + position, length)
@@ -151,14 +149,12 @@ class Elf:
         )
 
     def offset_of(self, address: int) -> int | None:
-        """Returns the file offset of the byte that is loaded at an address."""
         for segment in self.segments:
             if segment.address <= address < segment.address + segment.size:
                 return address - segment.address + segment.offset
         return None
 
     def address_of(self, offset: int) -> int | None:
-        """Returns the address at which the byte at a file offset is loaded."""
         for segment in self.segments:
             if segment.offset <= offset < segment.offset + segment.size:
                 return offset - segment.offset + segment.address
@@ -172,7 +168,6 @@ class Elf:
         return b"" if offset is None else self._read(offset, size)
 
     def bytes_of(self, table: SymbolTable) -> bytes:
-        """Returns the entries of a table."""
         return self._read(table.offset, min(table.size, _MAX_TABLE_BYTES))
 
     def _occurrences(self, offset: int, size: int, word: bytes) -> Iterator[int]:
@@ -323,7 +318,6 @@ class Uprobes:
         )
 
     def close(self) -> None:
-        """Remove the probes."""
         for probe in (*self._probes, self._descriptor):
             os.close(probe)
         self._probes = []

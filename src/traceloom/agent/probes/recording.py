@@ -547,7 +547,6 @@ class _LibraryProbes:
 
 
 def _create_step_counter(pid: int) -> Callable[[], int]:
-    """Returns a function that returns the number of steps of the process so far."""
     library = next(
         (mapping for mapping in read_mappings(pid) if mapping.path.endswith("/libtorch_cpu.so")),
         None,

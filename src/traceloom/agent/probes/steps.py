@@ -123,7 +123,6 @@ class StepProbes:
         return result
 
     def forget(self, process: int) -> None:
-        """Remove the counts of a process."""
         for key in list(self._marks.keys()):
             if _KEY.unpack(key)[0] == process:
                 self._marks.remove(key)
@@ -193,7 +192,6 @@ class StepProbes:
         return program
 
     def _leaving(self) -> ProbeProgram:
-        """The program for the entry of record_function_exit_new."""
         thread = -80
         program = ProbeProgram()
         program.call(Helper.PROCESS_AND_THREAD)

@@ -110,7 +110,6 @@ class Symbols:
         return self._names[address]
 
     def rule(self, address: int) -> UnwindRule:
-        """Returns the unwind rule of an instruction."""
         file, offset = self._file_of(address)
         file_address = file.elf.address_of(offset) if file is not None else None
         return (
@@ -120,7 +119,6 @@ class Symbols:
         )
 
     def lies_in(self, address: int, other: Mapping) -> bool:
-        """Whether an address belongs to the file of a mapping."""
         mapping = self._mapping_of(address)
         return mapping is not None and (mapping.inode, mapping.path) == (other.inode, other.path)
 

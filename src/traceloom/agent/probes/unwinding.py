@@ -108,7 +108,6 @@ class _CommonEntry(NamedTuple):
 
 
 def find_unwind_rule(elf: Elf, address: int) -> UnwindRule:
-    """Returns the rule for the instruction at an address of a file."""
     try:
         return _compute_unwind_rule(elf, address)
     except _DamagedTableError:
@@ -276,7 +275,6 @@ class _UnwindRows:
                 raise _DamagedTableError
 
     def rule(self) -> UnwindRule:
-        """Returns the rule of the last generated row."""
         stack, frame = get_architecture().unwound
         returns = self.registers.get(self.common.returns)
         saved_frame = self.registers.get(frame, 0)

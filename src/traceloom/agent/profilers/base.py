@@ -91,7 +91,6 @@ class Profiler(Protocol):
 
 
 def has_profiler(name: str) -> bool:
-    """Whether this version has the profiler."""
     return name in PROFILERS
 
 

@@ -88,7 +88,6 @@ class PySpy:
             raise ProfilerError(f"the process {self.process.pid} has ended", slug="exited")
 
     def failure(self, errors: bytes) -> ProfilerError:
-        """Returns the error for its output on stderr."""
         text = errors.decode(errors="replace").strip()
         first = (
             text.splitlines()[0].removeprefix("Error: ") if text else "py-spy ended without a word"

@@ -94,7 +94,6 @@ class TimelineOrder(msgspec.Struct, kw_only=True):
     steps_made: Callable[[str], int | None] = lambda _: None
 
     def name(self, attempt: int) -> str:
-        """Returns the name of the file that the process writes at an attempt."""
         return f"{self.trace_id}.{attempt}.trace"
 
 
@@ -379,7 +378,6 @@ class TimelineProfiler:
     async def _collected(
         self, process: Process, watch: _TraceFileWatch, begin_s: float, seconds: float
     ) -> None:
-        """Watch polls and the file until it has its name."""
         began = time.monotonic()
         quiet_until, deadline = began + begin_s + _GRACE_S, began + begin_s + seconds + _DRAIN_S
         polls = _PollTracker(process.key, quiet_until)

@@ -45,11 +45,9 @@ class TraceDirectories:
         self.root = root
 
     def incoming(self, uid: int) -> Path:
-        """Returns the directory that the processes of a user write into."""
         return self.root / str(uid) / INCOMING_DIRECTORY
 
     def of_request(self, uid: int, request: str) -> Path:
-        """Returns the directory of a request's results."""
         return self.root / str(uid) / request
 
     def prepare(self, uid: int, request: str) -> None:
@@ -117,7 +115,6 @@ class TraceDirectories:
                 )
 
     def remove(self, uid: int, request: str) -> None:
-        """Delete the result of a request."""
         shutil.rmtree(self.of_request(uid, request), ignore_errors=True)
 
     def sweep(self) -> None:
@@ -146,7 +143,6 @@ def delete_output(directory: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _report_write_errors(root: Path) -> Iterator[None]:
-    """Convert an OSError into an OutputError with the path."""
     try:
         yield
     except OSError as error:

@@ -85,7 +85,6 @@ class TraceTarget(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether its state is final."""
         return self.state in ENDED_STATES
 
 
@@ -122,7 +121,6 @@ class TraceRequest(msgspec.Struct, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether it is final."""
         return self.done
 
 
@@ -146,7 +144,6 @@ class LeaseTable:
         return ""
 
     def give_back(self, holder: str) -> None:
-        """Release all resources of a holder."""
         self._holders = {
             resource: name for resource, name in self._holders.items() if name != holder
         }

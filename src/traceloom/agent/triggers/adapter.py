@@ -190,7 +190,6 @@ class TriggerEngine:
         self._write()
 
     def readings(self) -> list[Reading]:
-        """Returns the counts and costs of rules."""
         readings = [
             Reading(
                 "trigger_budget_left_bytes", (), float(max(self.ledger.bytes_left(self.now_ns), 0))
@@ -399,7 +398,6 @@ class TriggerEngine:
                 await self._desk.end(request, _GIVE_WAY_S)
 
     def _seconds(self, spec: TraceSpec, process: str) -> float:
-        """Returns an upper estimate of the trace duration of a process."""
         rate, max_seconds = self._desk.steps.per_second(process), self._config.traces.max_seconds
         step_seconds = 2 * ((spec.steps or 0) + 1) * (1 / rate if rate else _ASSUMED_STEP_S)
         return min(step_seconds if spec.duration_s is None else spec.duration_s, max_seconds)
@@ -460,7 +458,6 @@ class TriggerEngine:
 
 
 def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> TraceSpec:
-    """Returns the trace request of a rule."""
     steps = DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps
     return TraceSpec(
         pids=pids,

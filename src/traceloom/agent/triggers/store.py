@@ -82,7 +82,6 @@ class ProcessIndex:
         return list(self._snapshot.processes.values())
 
     def list_job_processes(self, uid: int, job: str) -> list[Process]:
-        """Returns the processes of a user's job."""
         return [process for process in self._look_up("job", job) if process.uid == uid]
 
     def _look_up(self, label: str, value: str) -> list[Process]:
@@ -100,7 +99,6 @@ class ProcessIndex:
 
 
 def filter_by_owner(processes: Iterable[Process], labels: Mapping[str, str]) -> list[Process]:
-    """Returns the processes whose owner matches the labels."""
     owner_labels = {label: value for label, value in labels.items() if label in OWNER_LABELS}
     return [
         process
@@ -297,7 +295,6 @@ class Ledger(Generic[AnyCharge, AnyBudget]):
         return int(self.budget.mb_per_day * 1e6) - spent
 
     def list_counted(self, now_ns: int) -> list[AnyCharge]:
-        """Returns the charges that count now."""
         return [
             charge
             for charge in self.charges

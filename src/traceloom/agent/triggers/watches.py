@@ -74,7 +74,6 @@ class MatchingSeries(NamedTuple):
     labels: tuple[tuple[int, str], ...]
 
     def takes(self, labels: Labels) -> bool:
-        """Whether a series of the metric matches."""
         return all(labels[column] == value for column, value in self.labels)
 
     @property
@@ -142,14 +141,12 @@ class SeriesValues:
                 self.changed += 1
 
     def of(self, matching: MatchingSeries) -> Iterable[tuple[Labels, float]]:
-        """Yields the matching series and their current values."""
         for files in self._files.values():
             for labels, value in files.get(matching.key, {}).items():
                 if matching.takes(labels):
                     yield labels, value
 
     def delivered(self) -> set[str]:
-        """Returns the metrics that have series now."""
         return {metric for sheet in self._board.results.values() for metric, _ in sheet.values}
 
 
@@ -251,7 +248,6 @@ class MetricWatch:
             )
 
     def find_problem(self) -> str:
-        """Reports that there is no series to check."""
         if self._series or any(True for _ in self._values.of(self.matching)):
             return ""
         delivered, metric = self._values.delivered(), self.matching.metric
@@ -304,7 +300,6 @@ def _format_measure(value: float, measure: str) -> str:
 
 
 def match_rule_series(rule: MetricRule) -> MatchingSeries:
-    """Returns the series that a rule is about."""
     return match_series(rule.metric.removeprefix(PREFIX), rule.where)
 
 
@@ -334,7 +329,6 @@ class OomKillWatch:
             )
 
     def find_problem(self) -> str:
-        """Reports that kills are not counted here."""
         counted_here = any(
             metric == "oom_kills_total" for (metric, _), _, _ in self._board.values()
         )
@@ -406,7 +400,6 @@ class HangWatch:
                 yield Occurrence({"job": record.hang.job}, record.id, record.sentence)
 
     def find_problem(self) -> str:
-        """Reports that hangs are not detected here."""
         return (
             ""
             if self._hangs.config.hangs.watch
@@ -430,7 +423,6 @@ class CadenceWatch:
         self._first = (now_ns - self.phase_ns) // self._every_ns
 
     def check(self, now_ns: int) -> Iterator[Occurrence]:
-        """Yields the current period."""
         period = (now_ns - self.phase_ns) // self._every_ns
         if period != self._first:
             yield Occurrence(

@@ -106,12 +106,10 @@ class Tensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def size(self) -> int:
-        """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -216,7 +214,6 @@ class Call:
         return self.optional(*range(len(self.types)))
 
     def optional(self, *indices: int) -> list[Tensor]:
-        """Returns those of some inputs that are tensors."""
         return [self.tensor(index) for index in indices if self.has(index)]
 
     def tensor_list(self, index: int) -> list[Tensor]:

@@ -404,7 +404,6 @@ class _CaptureWriter:
             self._rows[table] += rows_of
 
     def tables(self) -> dict[str, pl.DataFrame]:
-        """Returns the rows of all captures by table."""
         return {
             name: pl.DataFrame(rows_of, infer_schema_length=None)
             for name, rows_of in self._rows.items()

@@ -38,7 +38,6 @@ class DemoDirectory(NamedTuple):
     full: bool
 
     def filled(self) -> None:
-        """Marks the store as completely filled."""
         (self.path / MARKER_FILE).write_text(_COMPLETE_MARKER, encoding="ascii")
 
 
@@ -247,7 +246,6 @@ class DemoFleet:
 
     @asynccontextmanager
     async def hosts(self, service: FleetService) -> AsyncIterator[None]:
-        """Runs the heartbeats of its hosts while the service runs."""
         heartbeat_task = asyncio.create_task(
             send_heartbeats(
                 service, await asyncio.to_thread(build_last_heartbeats, service.tables)

@@ -138,7 +138,6 @@ class SessionAuthentication:
         return await asyncio.to_thread(self.state.open_session, token_text, SESSION_S)
 
     async def sign_out(self, request: Request) -> None:
-        """Ends the session."""
         await asyncio.to_thread(self.state.close_session, _read_cookie(request))
 
     def set_cookie(self, request: Request, response: Response, secret: str) -> None:
@@ -256,7 +255,6 @@ class Portal:
         self.live = LivePages()
 
     def app(self) -> ASGIApp:
-        """Returns the ASGI application."""
         return Starlette(
             routes=[
                 Endpoint("/static/{digest}/{name}", self.static),
@@ -407,9 +405,7 @@ class Portal:
             return RedirectResponse(after, 303)
         return await self._shown(page, visit, after)
 
-    async def _events(
-        self, page: Page[object], visit: PageRequest, request: Request
-    ) -> Response:
+    async def _events(self, page: Page[object], visit: PageRequest, request: Request) -> Response:
         last = request.headers.get("last-event-id", "")
         everybody = PageRequest(self.service, _ANONYMOUS_TOKEN, visit.address, visit.names)
         key = visit.address.canonical_url
@@ -531,14 +527,12 @@ class PortalMiddleware:
 def build_portal(
     service: FleetService, proxy: ProxyUsers | None = None, pages: Sequence[Page[object]] = PAGES
 ) -> ASGIApp:
-    """Returns the ASGI application of a service with its portal."""
     return PortalMiddleware(Portal(service, pages, proxy), build_fleet_app(service))
 
 
 async def _download(
     page: Page[object], visit: PageRequest, name: str, file_format: str
 ) -> Response:
-    """Returns all rows of a table of a page as a download."""
     content = await page.shown(visit)
     tables = [part.content for part in content.sections if isinstance(part.content, PageTable)]
     table = next((table for table in tables if table.key == name), None)

@@ -76,7 +76,6 @@ class QueryResult:
     tables: Mapping[str, list[Mapping[str, Any]]]
 
     def fact(self, name: str) -> Any:
-        """Returns a field of the answer."""
         return self.facts[name]
 
     def columns(
@@ -198,7 +197,6 @@ def build_filter_form(
 def build_select_field(
     address: PageUrl, name: str, values: Mapping[str, str], default: str, label_text: str
 ) -> Node:
-    """Builds a select field."""
     current = address.query.get(name, default)
     return label[
         span(".unseen")[label_text],

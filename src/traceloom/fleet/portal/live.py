@@ -58,7 +58,6 @@ class LivePage:
         return self.now if self.now is not None and self.now.name != name else None
 
     async def close(self) -> None:
-        """Stops polling."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

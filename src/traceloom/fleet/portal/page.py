@@ -316,7 +316,6 @@ def build_main(
 
 
 def build_problem_notice(error: HttpError) -> Node:
-    """Builds a notice of an error and its hint."""
     return div(".notice.bad", role="alert")[
         p[_render_sentence(error.message)],
         p(".quiet")[_render_inline_code(error.hint)] if error.hint else None,
@@ -334,7 +333,6 @@ def build_error_page(error: HttpError) -> Node:
 
 
 def build_pending_page(title: str, seconds: float) -> Node:
-    """Builds a page for an answer that is still pending."""
     return header(".top")[
         h1[title],
         p(".lead")["The answer is being worked out; this page shows it as soon as it is there."],
@@ -347,7 +345,6 @@ def build_pending_page(title: str, seconds: float) -> Node:
 
 
 def build_sign_in_form(next_page: str, error: HttpError | None, *, expired: bool) -> Node:
-    """Builds the form to sign in with a token."""
     # For password managers.
     return div(".card")[
         p(".mark")[_LOGO, "Traceloom"],
@@ -398,14 +395,12 @@ def format_value(node: Node) -> str:
 
 
 def build_fold_out(key: str, button_text: str, content: Node, *, is_open: bool) -> Node:
-    """Builds a button that unfolds a form."""
     return details(".fold-out", id=key, open=is_open or None)[
         summary(".primary")[button_text], div(".panel")[content]
     ]
 
 
 def build_command(command: str) -> Node:
-    """Builds a command with a copy button."""
     return div(".command")[
         code[command], button(type="button", class_="copy", data_copy=command, hidden=True)["Copy"]
     ]
@@ -459,27 +454,22 @@ def _render_sentence(text: str) -> Node:
 
 
 def _render_inline_code(text: str) -> Node:
-    """Renders text between backticks as code."""
     return [code[part] if index % 2 else part for index, part in enumerate(text.split("`"))]
 
 
 def build_job_url(job: str) -> str:
-    """Returns the URL of a job's page."""
     return f"/jobs/{quote(job)}"
 
 
 def build_host_url(host: str) -> str:
-    """Returns the URL of a host's page."""
     return f"/hosts/{quote(host, safe='')}"
 
 
 def build_request_url(request: str) -> str:
-    """Returns the URL of a request's page."""
     return f"/requests/{quote(request, safe='')}"
 
 
 def build_capture_url(capture: str) -> str:
-    """Returns the URL of a capture's page."""
     return f"/captures/{quote(capture, safe='')}"
 
 
@@ -490,7 +480,6 @@ _RANK_RANGE = re.compile(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?")
 def build_text_field(
     name: str, title: str, hint: Node, *, value: str = "", kind: str = "text", **attributes: str
 ) -> Node:
-    """Builds an input field with its label and hint."""
     return div(".field")[
         label(for_=name)[title],
         input_(

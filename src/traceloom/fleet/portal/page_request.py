@@ -75,7 +75,6 @@ class PageRequest:
         self.form = form or {}
 
     def may(self, role: Role) -> bool:
-        """Returns whether the reader has a role."""
         return has_role(self.token, role)
 
     def field(self, name: str) -> str:

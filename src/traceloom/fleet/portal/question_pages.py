@@ -91,7 +91,6 @@ async def compute_characterise(visit: PageRequest) -> WorkView:
 
 
 def build_characterise_content(view: WorkView) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(
         view.divided.address,
         extra=build_select_field(view.divided.address, "by", BY_CHOICES, "kind", "By"),
@@ -252,7 +251,6 @@ async def compute_invest(visit: PageRequest) -> SavingsView:
 
 
 def build_invest_content(view: SavingsView) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(
         view.savings.address,
         extra=build_select_field(view.savings.address, "by", INVEST_CHOICES, "rule", "By"),
@@ -402,12 +400,10 @@ _KERNEL_COLUMNS = (
 
 
 async def compute_kernels(visit: PageRequest) -> QueryResult:
-    """Asks the question."""
     return await fetch_answer(visit, "kernels", top=MAX_ROWS)
 
 
 def build_kernels_content(result: QueryResult) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(
         result.address,
         extra=build_select_field(result.address, "sort", _SORT_CHOICES, "time", "Order"),
@@ -477,12 +473,10 @@ _MARK_COLUMN = PageColumn(
 
 
 async def compute_outliers(visit: PageRequest) -> QueryResult:
-    """Asks the question."""
     return await fetch_answer(visit, "outliers", top="1000")
 
 
 def build_outliers_content(result: QueryResult) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(result.address)
     sections, slow = [], {}
     for table, title, like, names, links, note in (
@@ -599,7 +593,6 @@ async def compute_topline(visit: PageRequest) -> ToplineView:
 
 
 def build_topline_content(view: ToplineView) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(
         view.divided.address,
         extra=build_select_field(view.divided.address, "by", TOPLINE_CHOICES, "model", "By"),

@@ -174,7 +174,6 @@ class PageTable:
         return out.getvalue()
 
     def json(self, url: PageUrl) -> bytes:
-        """Returns the chosen rows as a JSON list of objects."""
         keys = [column.key for column in self.columns]
         return msgspec.json.encode(
             [{key: row.get(key) for key in keys} for row in self.chosen(url)]

@@ -203,7 +203,6 @@ class QueryService:
         )
 
     def close(self) -> None:
-        """Stops accepting questions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, compute: Callable[[], T]) -> asyncio.Future[T]:

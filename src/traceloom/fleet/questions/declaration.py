@@ -231,7 +231,6 @@ class QuestionFrames:
         return self.owned_by(self.rules)
 
     def owned_by(self, rules: Sequence[OwnerRule]) -> pl.DataFrame:
-        """Returns owners of jobs by other rules."""
         return compute_ownership_periods(
             self.tables.scan("jobs", None, self._last), self.tables.scan("owners"), rules
         )
@@ -266,7 +265,6 @@ class QuestionFrames:
 
     @property
     def findings(self) -> pl.LazyFrame:
-        """Findings of these captures."""
         return self._of_captures(self.tables.scan("findings", self._first, self._last))
 
     @property
@@ -407,7 +405,6 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Path of its route."""
         return f"/api/v1/{self.route or self.name}"
 
     @cached_property

@@ -188,8 +188,6 @@ async def check_role(context: FleetRequestContext, role: Role | None) -> None:
 
 
 def build_fleet_app(service: FleetService) -> ASGIApp:
-    """Returns the ASGI application of a service."""
-
     def endpoint(route: FleetRoute) -> Callable[[Request], Awaitable[Response]]:
         async def respond(request: Request) -> Response:
             request.state.route, request.state.what = (

@@ -312,7 +312,6 @@ class WriterProcess:
         self._used_s = 0.0  # of the monotonic clock
 
     def create(self) -> None:
-        """Creates missing tables."""
         self._ask("create")
 
     def commit(self, term: str, *, minutes: bool = True) -> int:
@@ -324,7 +323,6 @@ class WriterProcess:
         return self._ask("reconcile", term=term)
 
     def compact(self, today: date) -> None:
-        """Runs the daily maintenance."""
         self._ask("compact", today=today.isoformat())
 
     def rest(self) -> None:
@@ -334,7 +332,6 @@ class WriterProcess:
                 self._end()
 
     def close(self) -> None:
-        """Ends the process."""
         with self._lock:
             self._end()
 

@@ -350,7 +350,6 @@ class DaskEngine:
         self._pool.shutdown(cancel_futures=True)
 
     def _unavailable(self, reason: str) -> InputError:
-        """Returns the error for a cluster that does not work."""
         return InputError(
             f"the cluster does not work: {reason}",
             slug="no-engine",

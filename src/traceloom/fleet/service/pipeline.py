@@ -121,7 +121,6 @@ class CapturePipeline:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Starts the worker threads."""
         loops = [self._lead_loop, self._commit_loop, *[self._work_loop] * self.engine.slots]
         self._threads = [threading.Thread(target=loop, name="traceloom-pipeline") for loop in loops]
         for thread in self._threads:
@@ -296,7 +295,6 @@ class CapturePipeline:
                 self._full.set()
 
     def _done(self, task: TaskRecord, work: EngineTask) -> bytes:
-        """Runs a task on the engine and renews its lease meanwhile."""
         future = self.engine.submit(work)
         while not wait([future], self.lease_s / 3).done:
             self.state.renew(task.id, self.holder, self.lease_s)

@@ -126,7 +126,6 @@ class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended(self) -> bool:
-        """Whether its state is final."""
         return self.state in ENDED_FLEET_STATES
 
 
@@ -199,7 +198,6 @@ def repeat_upload(request: FleetRequest, hosts: Iterable[str], now_ns: int) -> F
 
 
 def cancel_request(request: FleetRequest, now_ns: int) -> FleetRequest:
-    """Returns the request as cancelled."""
     return (
         request
         if request.ended
@@ -352,7 +350,6 @@ def _set_state(
 def _fail_hosts(
     request: FleetRequest, faults: Mapping[str, tuple[str, str]], now_ns: int
 ) -> FleetRequest:
-    """Returns the request with failed hosts."""
     if not faults:
         return request
     ended = {

@@ -140,7 +140,6 @@ class HostRegistry:
         self._advancing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Resumes the stored requests."""
         self._closing = False
         self.members, documents = await asyncio.to_thread(
             lambda: (self.state.hosts(), self.state.requests())
@@ -215,7 +214,6 @@ class HostRegistry:
         return HostCredentials(host=enrolment.host, credential=credential)
 
     def is_host(self, host: str, credential: str) -> bool:
-        """Returns whether this is the credential of a host."""
         return hmac.compare_digest(self.members.get(host, ""), hash_secret(credential))
 
     def check_host(self, host: str, credential: str) -> None:
@@ -312,7 +310,6 @@ class HostRegistry:
         )
 
     def fresh(self) -> dict[str, LastHeartbeat]:
-        """Returns the heartbeats of hosts that are not lost."""
         return {host: last for host, last in list(self.now.items()) if self.is_fresh(last)}
 
     def is_fresh(self, now: LastHeartbeat) -> bool:
@@ -608,7 +605,6 @@ class HostRegistry:
         self._call = asyncio.Event()
 
     async def _say_of_jobs(self) -> None:
-        """Stores new facts of jobs."""
         statements = collect_job_facts(
             {host: last.heartbeat.processes for host, last in self.fresh().items()}
         )

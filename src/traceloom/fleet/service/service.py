@@ -328,7 +328,6 @@ class FleetService:
             await completion.close()
 
     def check(self) -> forms.FleetCheckResponse:
-        """Checks the stores and the engine that the service depends on."""
         counts = self.state.counts()
         checks = [
             forms.FleetCheck(name="state", works=True, text=self.state.where),
@@ -351,7 +350,6 @@ class FleetService:
         return forms.FleetCheckResponse(checks=checks, tasks=counts)
 
     def _check_tables(self) -> list[forms.FleetCheck]:
-        """Returns a failed check for each table that cannot be read."""
         checks = [
             self._run_check(f"table {name}", "table", partial(self.tables.version, name))
             for name in SCHEMAS
@@ -373,7 +371,6 @@ class FleetService:
         self.objects.delete(name)
 
     def render_metrics(self) -> bytes:
-        """Returns all metrics in the Prometheus text format."""
         from prometheus_client import generate_latest
 
         return generate_latest(self._registry)
@@ -392,7 +389,6 @@ class FleetListener:
         self.seconds = limits.seconds
 
     def peer(self, transport: asyncio.BaseTransport) -> Caller:
-        """Returns the peer of a connection by its address."""
         return find_tcp_peer(transport.get_extra_info("socket"))
 
     def identify(

@@ -320,7 +320,6 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return [_build_task(row) for row in self._rows(connection, statement, most=limit)]
 
     def counts(self) -> dict[TaskState, int]:
-        """Returns the number of tasks in each state."""
         with self._transaction() as connection:
             rows = self._rows(connection, "SELECT state, COUNT(*) AS n FROM tasks GROUP BY state")
             return dict.fromkeys(STATES, 0) | {row["state"]: row["n"] for row in rows}
@@ -476,7 +475,6 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             return int(rows[0]["value"]) if rows else 0
 
     def put_number(self, name: str, value: int) -> None:
-        """Stores a number by name."""
         with self._transaction() as connection:
             self._change(
                 connection,

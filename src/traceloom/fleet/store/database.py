@@ -206,7 +206,6 @@ class StateDatabase:
             raise
 
     def close(self) -> None:
-        """Closes all connections."""
         self._engine.dispose()
 
     @contextmanager

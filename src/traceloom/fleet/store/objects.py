@@ -359,7 +359,6 @@ class NewFile:
         self.existed = False
 
     def write(self, chunk: bytes) -> None:
-        """Appends bytes."""
         self._handle.write(chunk)
 
 

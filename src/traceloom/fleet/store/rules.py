@@ -296,7 +296,6 @@ class TriggerState(WebhookState):
             return str(rows[0]["document"]) if rows else ""
 
     def set_trigger_rules(self, text: str) -> None:
-        """Replaces the rules."""
         with self._transaction() as connection:
             self._set(connection, "settings", _RULES, text)
 

@@ -63,7 +63,6 @@ class Tables:
         self.options = dict(options or {})
 
     def address(self, name: str) -> str:
-        """Returns the URL of a table."""
         return f"{self.url}/tables/{SCHEMAS[name].name}"
 
     def create(self) -> None:

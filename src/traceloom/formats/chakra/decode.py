@@ -84,7 +84,6 @@ class Fields:
     begin: Ints
 
     def where(self, flags: NDArray[np.bool_]) -> Fields:
-        """Returns the fields where the flags are set."""
         indices = np.flatnonzero(flags)
         return Fields(
             self.row[indices],

@@ -86,7 +86,6 @@ def encode_varints(values: NDArray[Any]) -> ByteRows:
 
 
 def count_varint_bytes(values: NDArray[np.uint64]) -> Ints:
-    """Returns the bytes that each number takes as a varint."""
     lengths = np.ones(len(values), np.int64)
     for number in range(1, _MAX_VARINT_BYTES):
         longer = values >= np.uint64(1 << (7 * number))
@@ -118,7 +117,6 @@ def encode_binary(series: pl.Series) -> ByteRows:
 
 
 def join_columns(parts: Sequence[ByteRows]) -> ByteRows:
-    """Concatenates the bytes of all parts row by row."""
     parts = [part for part in parts if len(part.data)] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
@@ -133,7 +131,6 @@ def join_columns(parts: Sequence[ByteRows]) -> ByteRows:
 
 
 def _add_lengths(parts: Sequence[ByteRows]) -> Ints:
-    """Returns the bytes of each row over all parts."""
     total = parts[0].lengths.copy()
     for part in parts[1:]:
         total += part.lengths
@@ -183,7 +180,6 @@ def expand_rows(part: ByteRows, rows: Ints, count: int) -> ByteRows:
 
 
 def pick_rows(table: ByteRows, number: NDArray[Any]) -> ByteRows:
-    """Returns for each row the bytes of the numbered row of a small table."""
     lengths = table.lengths[number]
     offset = np.cumsum(lengths) - lengths
     out = np.empty(int(lengths.sum()), np.uint8)

@@ -61,7 +61,6 @@ class Block:
         return len(self.starts)
 
     def messages(self) -> Iterator[bytes]:
-        """Yields the bytes of each message."""
         data = self.data
         for start, stop in zip(self.starts, self.stops, strict=True):
             yield data[start:stop]
@@ -84,7 +83,6 @@ class IncompleteTail:
     there: int = 0
 
     def sentence(self) -> str:
-        """Describes where the file is cut."""
         if self.length < 0:
             return f"the file ends at byte {self.at + self.there}, inside the length of message {self.message}"
         return (
@@ -211,7 +209,6 @@ def _make_damage_error(message: int, offset: int, claims: str) -> InputError:
 
 
 def encode_length(length: int) -> bytes:
-    """Encodes a length as a varint."""
     if length < 128:
         return bytes((length,))
     out = bytearray()
@@ -433,7 +430,6 @@ class EtWriter:
         self._write(encode_length(len(data)) + data)
 
     def messages(self, metadata: GlobalMetadata, nodes: Iterable[Node]) -> None:
-        """Write the messages of a file."""
         self.message(metadata)
         for node in nodes:
             self.message(node)

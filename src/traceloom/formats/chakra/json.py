@@ -78,7 +78,6 @@ _ATTRIBUTE_SPELLINGS = _map_spellings(*(field.name for field in AttributeProto.D
 
 
 def convert_to_object(message: GlobalMetadata | Node) -> dict[str, Any]:
-    """Converts a message to a JSON object."""
     data = message.SerializeToString()
     known_fields = type(message).FromString(data)
     known_fields.DiscardUnknownFields()
@@ -628,7 +627,6 @@ class _JsonText:
                 yield self.value()
 
     def values(self) -> Iterator[Any]:
-        """Yields the values up to the end of the text."""
         while self.peek():
             yield self.value()
 

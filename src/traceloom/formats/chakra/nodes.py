@@ -380,7 +380,6 @@ class Workload:
         )
 
     def location(self, file: int) -> tuple[str, int | None]:
-        """Returns path and rank of a file."""
         return self.tables[file].path, self.ranks[file]
 
 
@@ -496,7 +495,6 @@ class Pairs:
 
 
 def build_empty_pairs() -> Pairs:
-    """No dependencies."""
     return Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -543,7 +541,6 @@ class SimulatorNodes:
             yield encode.encode_messages(fields)
 
     def read_back(self, path: str) -> NodeFrame:
-        """Returns what a reader of the file finds."""
         decoder = Decoder([*EXPECTED, SEQUENCE, ADDED], path)
         columns = decoder.columns(read_blocks(self.windows(), IncompleteTail()))
         parts: list[_Part] = []

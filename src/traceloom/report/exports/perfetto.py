@@ -208,7 +208,6 @@ class Tracks:
 
 
 def assign_tracks(trace: Trace) -> Tracks:
-    """Assigns every event to a track on which it nests."""
     events = trace.events
     # Host threads first, the busiest on top; then the devices, each with its annotations, streams
     # and waits.

@@ -124,7 +124,6 @@ FAILED_REASON = "could not be worked out"
 
 @cache
 def load_section(key: str) -> Section[Any, Any]:
-    """Returns the section of a key."""
     module, _, name = _SECTIONS[key].partition(":")
     loaded: Section[Any, Any] = getattr(importlib.import_module(module), name)
     return loaded
@@ -171,12 +170,10 @@ _SECTIONS = {
 
 
 def load_core_sections() -> tuple[Section[Any, Any], ...]:
-    """Returns the sections of the core."""
     return tuple(load_section(key) for key in CORE_KEYS)
 
 
 def load_extra_sections() -> tuple[Section[Any, Any], ...]:
-    """Returns all sections beyond the core."""
     return tuple(load_section(key) for key in EXTRA_KEYS)
 
 
@@ -218,5 +215,4 @@ def select_visible_sections(document: ReportDocument) -> tuple[Section[Any, Any]
 
 
 def collect_reasons(sections: Iterable[Section[Any, Any]]) -> dict[str, str]:
-    """Returns why values of the sections can be unknown."""
     return {path: reason for section in sections for path, reason in section.reasons.items()}

@@ -136,7 +136,6 @@ class BreakdownSection(CoreSection):
             yield _build_main_thread_table(document, accounts, ACTIVITIES, "activity")
 
     def definition(self, document: ReportDocument) -> str:
-        """Describes how the times are counted."""
         return (
             _DEFINITIONS["device"] + _DEFINITIONS["host"]
             if list_gpu_accounts(document)
@@ -154,7 +153,6 @@ def compute_shares(
 
 
 def build_share_columns(parts: tuple[TimeKind, ...], *, narrow: bool = True) -> list[Col]:
-    """Returns the columns of these shares."""
     return [Col(part.group, part.title, "share", part.hint, narrow, part.group) for part in parts]
 
 
@@ -319,7 +317,6 @@ _GAPS_SCHEMA = ListSchema(
 
 
 def _explain_gap(row: IdleGapsRow) -> str | None:
-    """Describes the explanation of a gap."""
     call = row["launch_name"] if row["cause"] in ("launch_latency", "unexplained") else None
     stack = (
         " > ".join([*(row["stack"] or [])[-2:], row["host_activity"]])

@@ -62,7 +62,6 @@ class HostSection(CoreSection):
     path = "ranks[*].host.threads"
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """Yields the host threads of each rank."""
         for position, rank in enumerate(document["ranks"]):
             host = rank["host"]
             times: Counter[tuple[int, str]] = Counter()  # by lane and activity
@@ -401,7 +400,6 @@ class DataLoadingSection(CoreSection):
         }
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """Yields the waits by step."""
         loading = document.get("data_loading")
         if not loading or not loading["steps"]:
             return

@@ -71,7 +71,6 @@ class KernelsSection(CoreSection):
         return unknowns.convert_list(add_shares(summed, "total_ns"), "kernels")
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
-        """Yields a table of all names."""
         columns = [
             Col("name", "Name", "name"),
             Col(

@@ -95,7 +95,6 @@ class RankMeasurements:
 
     @cached_property
     def facts(self) -> AnswerInputs:
-        """Returns the inputs of the answer."""
         return AnswerInputs(
             self.trace,
             self.gpu,
@@ -282,12 +281,10 @@ def format_rank_suffix(row: Cells, rows: Iterable[Cells]) -> str:
 
 
 def select_rank_column(document: ReportDocument, column: Col) -> tuple[Col, ...]:
-    """Returns the column if the document is about several ranks."""
     return (column,) if len(document["ranks"]) > 1 else ()
 
 
 def format_sum(rows: Sequence[Cells], key: str, label: str) -> str:
-    """Formats the sum of a column of the rows."""
     return f"{units.format_duration(sum(row[key] for row in rows))} {label}"
 
 
@@ -375,7 +372,6 @@ class Section(Generic[Result, Value]):
 
     @property
     def schema(self) -> JsonSchema:
-        """Returns the JSON Schema of the value."""
         properties = {name: part.schema() for name, part in self.parts.items()}
         shape = build_object_schema({**properties, **self.others}, description=self.what)
         return allow_null(shape) if self.missing else shape

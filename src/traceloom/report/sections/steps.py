@@ -131,7 +131,6 @@ class StepsSection(CoreSection):
 
 
 def _describe_windows(windows: Sequence[RankRow]) -> str | None:
-    """Describes the steps of one process in all windows of its recording."""
     lengths = [
         get_step_length(window, step)
         for window in windows

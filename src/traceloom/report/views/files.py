@@ -78,14 +78,12 @@ def build_table_directory(ending: str) -> Directory:
 
 
 def write_html(report: Report, handle: BinaryIO) -> None:
-    """Writes the page."""
     from traceloom.report.views import page
 
     handle.write(encode_utf8(page.render_report_page(report.document, report.session)))
 
 
 def write_json(report: Report, handle: BinaryIO) -> None:
-    """Writes the document."""
     handle.write(encode(report.document))
 
 
@@ -97,12 +95,10 @@ def write_markdown(report: Report, handle: BinaryIO) -> None:
 
 
 def write_table_file(report: Report, handle: BinaryIO, name: str = "") -> None:
-    """Writes the table with the name of the file."""
     write_table(report.document, name, report.options.only, handle)
 
 
 def write_perfetto(report: Report, handle: BinaryIO) -> None:
-    """Writes the timeline for Perfetto."""
     from traceloom.report.exports.perfetto import write
 
     write(
@@ -121,7 +117,6 @@ def write_perfetto_gz(report: Report, handle: BinaryIO) -> None:
 
 
 def write_speedscope(report: Report, handle: BinaryIO) -> None:
-    """Writes the stacks for speedscope."""
     from traceloom.report.exports.speedscope import write
 
     write(report.session, handle)
@@ -225,7 +220,6 @@ class ResultFiles:
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """All endings of files."""
         return (*self.writers, *_TABLE_ENDINGS)
 
     def writer(self, path: Path, ending: str) -> ResultWriter:

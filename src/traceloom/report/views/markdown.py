@@ -229,7 +229,6 @@ class DisplayedReport:
     options: ReportOptions
 
     def to_dict(self) -> ReportDocument:
-        """Returns the report document."""
         return self.document
 
     def __repr__(self) -> str:

@@ -350,7 +350,6 @@ class PageSection:
 
     @property
     def drawn(self) -> str:
-        """The section as HTML."""
         return render_section(self.anchor, self.title, self.note, self.body)
 
 
@@ -364,7 +363,6 @@ class PageView:
 
     @property
     def key(self) -> str:
-        """Its name in the URL."""
         return self.title.lower()
 
     @property
@@ -417,7 +415,6 @@ def render_navigation(pages: Iterable[PageView]) -> str:
 
 
 def render_view_templates(pages: Iterable[PageView]) -> str:
-    """Renders the views that are instantiated when they are first opened."""
     return "\n".join(
         f'<template data-view="{view.key}"><h1 class="view-title">{view.title}</h1>{view.body}</template>'
         for view in pages

@@ -305,7 +305,6 @@ _MAX_STEPS = 2_000  # drawn steps of a run
 
 
 def render_capture(document: ReportDocument, reasons: Reasons) -> str:
-    """Renders the recording of every rank."""
     recorded = document.get("capture")
     if not isinstance(recorded, dict):
         return reasons.line("capture", "Recording")

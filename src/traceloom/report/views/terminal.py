@@ -375,7 +375,6 @@ def _render_report_lines(
 
 
 def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator[Text]:
-    """Yields the subject and the answer."""
     facts = []
     if ranks := document["ranks"]:
         world = max((rank["world_size"] for rank in ranks if rank["world_size"]), default=None)
@@ -398,7 +397,6 @@ def _render_head(document: ReportDocument | ShortReport, width: int) -> Iterator
 
 
 def _render_runs(document: ReportDocument, width: int) -> Iterator[Text]:
-    """Yields one line per run."""
     if not document["runs"]:
         return
     yield from render_heading("Runs", "", width)

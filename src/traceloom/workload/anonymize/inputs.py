@@ -162,7 +162,6 @@ class InputFiles:
     left: dict[str, int] = field(default_factory=dict)
 
     def leave(self, reason: str) -> None:
-        """Counts a file that is left out."""
         self.left[reason] = self.left.get(reason, 0) + 1
 
 

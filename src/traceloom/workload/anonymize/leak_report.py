@@ -66,7 +66,6 @@ class InputShapes:
     products: dict[int, str] = field(default_factory=dict)
 
     def add_trace(self, trace: Trace) -> None:
-        """Adds the input shapes of a trace's operators."""
         for shapes, types in trace.tensors.select("shapes", "types").unique().iter_rows():
             self.add(_parse_list(shapes), _parse_list(types))
 

@@ -302,7 +302,6 @@ class CaptureRewriter:
         self._time = _make_integer_rule(lambda time_ns: time_ns + moved_ns)
 
     def rewrite(self, document: dict[str, Any]) -> bytes:
-        """Returns the new capture.json."""
         ranks = document.get("ranks")
         run_rules = dict.fromkeys(("exit_code", "signal"), _check_integer) | dict.fromkeys(
             ("started_ns", "ended_ns"), self._time
@@ -501,7 +500,6 @@ def _make_list_rule(rule: Rule) -> Rule:
 
 
 def _make_integer_rule(function: Callable[[int], int]) -> Rule:
-    """Returns a rule that applies a function to integers."""
     return lambda value: None if (number := _check_integer(value)) is None else function(number)
 
 

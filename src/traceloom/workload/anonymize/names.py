@@ -149,11 +149,9 @@ class Pseudonyms:
         return new_name
 
     def hidden(self) -> set[str]:
-        """Returns all names that were changed."""
         return {name for (_, name), new_name in self._known.items() if new_name != name}
 
     def unchanged(self) -> set[str]:
-        """Returns all names that are public and unchanged."""
         return {name for (_, name), new_name in self._known.items() if new_name == name} - self.kept
 
     def keep(self, name: str) -> str:
@@ -162,7 +160,6 @@ class Pseudonyms:
         return name
 
     def letters(self, text: str) -> str:
-        """Returns the letters of a pseudonym."""
         return self._key.letters(text)
 
     def pseudonym(self, prefix: str, name: str) -> str:
@@ -269,7 +266,6 @@ class Pseudonyms:
     # -- runtime and driver calls, threads, lanes -------------------------------------------------------------
 
     def call(self, name: str) -> str:
-        """Returns the new name of a runtime or driver call."""
         return self.shown("call", name, self._call)
 
     def _call(self, name: str) -> str:
@@ -310,7 +306,6 @@ class Pseudonyms:
         )
 
     def operation(self, text: str) -> str:
-        """Returns the new name of a collective operation."""
         if text in OPERATIONS:
             return text
         kind = classify_collective(text)
@@ -329,11 +324,9 @@ class Pseudonyms:
         return self.shown("group", name, lambda text: f"group_{self._key.letters(text)}")
 
     def description(self, text: str) -> str:
-        """Returns the new description of a process group."""
         return text if text in ("default_pg", "undefined", "") else self.group(text)
 
     def host_name(self, name: str) -> str:
-        """Returns the new name of a machine."""
         return self.shown("machine", name, lambda text: f"host_{self._key.letters(text)}")
 
     def process(self, number: int) -> int:

@@ -117,7 +117,6 @@ class Policy:
         return replace(self, shapes=shapes, scalars=self.scalars if self.scalars == KEEP else CALLS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy as it appears in the reports."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
             name: list(value) if isinstance(value, tuple) else value
@@ -222,7 +221,6 @@ class Key:
 
 
 def generate_key() -> Key:
-    """Returns a random key that is not stored."""
     return Key(secrets.token_bytes(KEY_BYTES))
 
 
@@ -364,7 +362,6 @@ class RewriteStats:
     kept_arguments: Counter[str] = field(default_factory=Counter)
 
     def drop(self, key: str, value: bytes | None = None, *, unknown: bool = False) -> None:
-        """Counts a dropped value."""
         self.dropped[key] += 1
         if unknown:
             self.unknown.add(key)

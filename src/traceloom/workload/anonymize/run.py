@@ -230,7 +230,6 @@ class _AnonymizeRun:
         return _FirstPass(facts, first_ns, trace.meta.clock == "unix", measure(trace), notices)
 
     def origin_ns(self, *, unix: bool) -> int:
-        """Returns one origin for all files with comparable times."""
         if self.rules.policy.times != ZERO:
             return 0
         firsts = [

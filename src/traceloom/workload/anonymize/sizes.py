@@ -117,12 +117,10 @@ class Shapes:
 
     @property
     def rounds(self) -> bool:
-        """Whether sizes are rounded."""
         return self._mode in {BUCKET, FIT}
 
     @property
     def kept(self) -> bool:
-        """Whether shapes stay unchanged."""
         return self._mode == KEEP
 
     def size(self, number: int) -> int:
@@ -136,7 +134,6 @@ class Shapes:
         return number
 
     def total(self, number: int) -> int:
-        """Returns a running total of bytes."""
         return round_total(number) if self.rounds else number
 
     def dims(self, raw: bytes) -> OptionalBytes:

@@ -214,7 +214,6 @@ class Tensors:
         return [[] for _ in value] if encoded is None else json.loads(encoded)
 
     def strides(self, value: Any, shapes: Any) -> Any:
-        """Returns a list of strides for the shapes."""
         if not isinstance(value, list):
             return []
         encoded = self._shapes.strides(json.dumps(value).encode(), json.dumps(shapes).encode())

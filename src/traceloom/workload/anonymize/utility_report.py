@@ -101,7 +101,6 @@ class ComparedPart:
 
     @property
     def same(self) -> bool:
-        """Whether all figures are equal."""
         return self.figures == self.equal and not self.differences
 
     def verdict(self, *, collapsed: bool, rounded: bool = True) -> str:
@@ -121,7 +120,6 @@ class ComparedPart:
         return GIVEN_UP if collapsed and self.name in STRUCTURE_PARTS else CHANGED
 
     def to_dict(self, *, collapsed: bool = False, rounded: bool = True) -> dict[str, Any]:
-        """Returns the part as it appears in the report."""
         return {
             "part": self.name,
             "figures": self.figures,
@@ -416,7 +414,6 @@ def build_dry_run_report(paths: Sequence[Path], reason: str) -> dict[str, Any]:
 
 
 def _build_plan(hosts: Sequence[InputFile], rules: Rules, directory: Path) -> ReplayPlan:
-    """Returns the replay plan of the host traces under the current rules."""
     from traceloom.workload.replay.planning import make_plan
 
     targets = []

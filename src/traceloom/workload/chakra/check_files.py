@@ -240,7 +240,6 @@ def describe_node(table: NodeFrame, row: int) -> str:
 
 
 def get_ids(table: NodeFrame, rows: Ints) -> NDArray[np.uint64]:
-    """Ids of rows."""
     ids: NDArray[np.uint64] = table.nodes["id"].to_numpy()[rows]
     return ids
 
@@ -362,7 +361,6 @@ ALL = ("", "0")
 
 
 def find_rows(table: NodeFrame, *kinds: int) -> Ints:
-    """Rows of the nodes of the given types."""
     return np.flatnonzero(np.isin(table.nodes["type"].to_numpy(), kinds))
 
 

@@ -53,7 +53,6 @@ class OrderedFile:
 
     @property
     def location(self) -> tuple[str, int]:
-        """File and rank."""
         return self.table.path, self.rank
 
 
@@ -356,7 +355,6 @@ class _Job:
     arcs: Arcs
 
     def where(self, number: int) -> tuple[int, int]:
-        """Returns file and row of a node."""
         file = int(np.searchsorted(self.first, number, side="right")) - 1
         return file, number - int(self.first[file])
 

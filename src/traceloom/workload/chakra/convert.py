@@ -253,7 +253,6 @@ class _Chains:
 
 
 def _iterate_in_order(waits: Sequence[list[int]], location: str) -> list[int]:
-    """Returns all rows in topological order."""
     target = np.repeat(np.arange(len(waits)), list(map(len, waits)))
     source = np.fromiter(chain.from_iterable(waits), np.int64, len(target))
     settled = sort_topologically(len(waits), Arcs(source, target), np.arange(len(waits)))
@@ -271,7 +270,6 @@ def _iterate_in_order(waits: Sequence[list[int]], location: str) -> list[int]:
 def select_remaining(
     nodes: Iterator[Node], result: SeparatedSide, progress: Callable[[int], None] | None = None
 ) -> Iterator[Node]:
-    """Yields the remaining nodes with their new dependencies."""
     for row, node in enumerate(nodes):
         if progress and not row % 4096:
             progress(row)
@@ -380,7 +378,6 @@ class ConversionInput:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the input."""
         return (
             [rank for rank, _ in self._files]
             if self._graph is None
@@ -418,7 +415,6 @@ class ConversionInput:
         return replace(graph, communication=communication)
 
     def messages(self, rank: int) -> Messages:
-        """Returns the messages of one rank."""
         if self._graph is not None:
             return convert_to_messages(self._leaving(self._graph), rank)
         path = dict(self._files)[rank]

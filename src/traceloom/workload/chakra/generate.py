@@ -87,7 +87,6 @@ class RankProgram:
     def send(
         self, to: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
     ) -> int:
-        """Adds a message to a rank."""
         label = name or f"send to {to}"
         endpoints = {"comm_src": self.rank, "comm_dst": to}
         return self._add(
@@ -97,7 +96,6 @@ class RankProgram:
     def receive(
         self, source: int, size: int, after: Sequence[int] = (), *, tag: int, name: str = ""
     ) -> int:
-        """Adds a message from a rank."""
         label = name or f"receive from {source}"
         endpoints = {"comm_src": source, "comm_dst": self.rank}
         return self._add(
@@ -136,11 +134,9 @@ class RankProgram:
         return totals
 
     def compute_us(self) -> int:
-        """Returns the total computation time of the rank."""
         return sum(node["duration_us"] for node in self._nodes)
 
     def operations(self) -> int:
-        """Returns the FLOPs of the rank."""
         return sum(node.get("num_ops") or 0 for node in self._nodes)
 
     def plain(self) -> SimulatorNodes:
@@ -327,7 +323,6 @@ class PipelineOptions:
 def build_stage_schedule(
     schedule: str, stage: int, stages: int, micro_batches: int
 ) -> Iterator[Step]:
-    """Yields the steps of a stage in order."""
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
     for number in range(ahead):
         yield "forward", number

@@ -547,7 +547,6 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
 
 
 def build_blocks(nodes: Iterable[Node]) -> Iterator[Block]:
-    """Yields blocks of messages that are given as objects."""
     first = 0
     everything = iter(nodes)
     while window := [node.SerializeToString() for node in islice(everything, WINDOW)]:

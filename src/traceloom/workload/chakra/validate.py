@@ -77,7 +77,6 @@ def validate(
 
 
 def validate_workload(workload: Workload, target: Target = "chakra") -> Sequence[Problem]:
-    """Returns the problems of one set that is already read."""
     findings = Findings(target, RULES)
     locations = [
         (table.path, rank) for rank, table in zip(workload.ranks, workload.tables, strict=True)

@@ -45,7 +45,6 @@ class ReplacementOp(NamedTuple):
     constants: Mapping[str, Any] = {}
 
     def values(self, recorded: Mapping[str, Any], argument_names: list[str]) -> dict[str, Any]:
-        """Returns the values of its arguments from those of the recorded op."""
         values_by_name = {
             name: recorded[old]
             for name in argument_names

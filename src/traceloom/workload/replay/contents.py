@@ -51,7 +51,6 @@ class Constraint(NamedTuple):
     besides: int | None = None
 
     def and_also(self, other: Constraint | None) -> Constraint:
-        """Returns the conjunction of both."""
         if other is None or other == self:
             return self
         content = min(self.content, other.content, key=_STRICTEST_FIRST.index)
@@ -666,7 +665,6 @@ class _ConstraintFinder:
                 self.pass_on(demand, [inputs[number]])
 
     def demanded_of(self, tensors: Iterable[int | None]) -> Constraint | None:
-        """Returns the conjunction of the constraints on all these tensors."""
         out: Constraint | None = None
         for tensor in tensors:
             demand = None if tensor is None else self.demands.get(self.storage[tensor])

@@ -337,7 +337,6 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
 
 
 def _parse_time(text: str | None) -> datetime | None:
-    """Parses a time of day as written by the observer."""
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(text or "")
     return None

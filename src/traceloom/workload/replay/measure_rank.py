@@ -63,7 +63,6 @@ class Task:
 
     @property
     def sizes(self) -> list[int]:
-        """Returns the bytes of the messages."""
         sizes = [SMALLEST]
         while sizes[-1] * self.factor <= self.max_bytes:
             sizes.append(sizes[-1] * self.factor)
@@ -371,7 +370,6 @@ def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
 
 
 def _name(device: torch.device) -> str:
-    """Returns the name that the device reports."""
     import torch
 
     if device.type != "cpu":

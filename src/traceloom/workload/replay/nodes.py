@@ -151,7 +151,6 @@ class Nodes:
 
     @cached_property
     def returned(self) -> NodeTensors:
-        """The tensors among the outputs of each node."""
         return self._tensors(self.outputs, "output")
 
     def _tensors(self, values: Sequence[list[Any]], side: str) -> NodeTensors:
@@ -192,7 +191,6 @@ class Nodes:
 
     @cached_property
     def has_schema(self) -> Bools:
-        """Which nodes are dispatcher ops."""
         return np.asarray(self.host.ops["schema"].is_not_null().to_numpy())
 
     @cached_property
@@ -653,5 +651,4 @@ def read_called_groups(capture: dict[str, Any] | None) -> dict[tuple[str, int], 
 
 
 def count_bytes(tensors: list[RecordedTensor]) -> int:
-    """Returns the total bytes of tensors."""
     return sum(tensor.elements * tensor.item_bytes for tensor in tensors)

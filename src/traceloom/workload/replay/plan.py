@@ -419,7 +419,6 @@ class ReplayPlan:
         return files.write(Path(path), self.pack, force=force)
 
     def pack(self, handle: BinaryIO) -> None:
-        """Write the plan into an open file."""
         header = {
             "source": self.source,
             "torch": self.torch,

@@ -118,7 +118,6 @@ class StorageVersions:
         return register, source
 
     def has(self, tensor: RecordedTensor) -> bool:
-        """Returns whether an op that is run created exactly this tensor."""
         version = self._live.get(tensor.identity)
         if version is None:
             return False
@@ -361,7 +360,6 @@ class _RankPlanner:
     _unfit_dumps: int = 0
 
     def plan(self) -> RankPlan:
-        """Returns the checked plan of the rank."""
         nodes, choice = self.nodes, self.choice
         rows = filter_rows(
             nodes, choose(nodes, choice.level), steps=choice.steps, scope=choice.scope

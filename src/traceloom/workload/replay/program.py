@@ -59,7 +59,6 @@ class RunMode:
     stand_ins_take_time: bool = False
 
     def runs(self, collective: Mapping[str, Any]) -> bool:
-        """Returns whether the peers of a collective are running."""
         return self.communication is not None and not self.communication.lacks(collective)
 
 

@@ -98,7 +98,6 @@ class CallText:
 
     @property
     def returns_list(self) -> bool:
-        """Whether it returns a single list of tensors."""
         return [value.type.base for value in self.schema.returns] == ["list"]
 
     @property
@@ -417,7 +416,6 @@ class RankScript:
             self._add(key, {**op, "action": "stand-in", "outputs": new}, consumed, new)
 
     def _depends_on_content(self, op: Op) -> bool:
-        """Returns whether an op can return another shape than recorded."""
         return op["op"] in self._changed or op["name"].partition("::")[2] in _BY_CONTENT
 
     def _add(self, key: Hashable, meaning: Op, reads: Iterable[int], writes: Iterable[int]) -> None:

@@ -215,7 +215,6 @@ class _Scaling:
         return size, set(data.filter(pl.col("size") == size)["storage"])
 
     def plan(self) -> RankPlan:
-        """Returns the checked plan of the rank with the new sizes."""
         before = self.plan_before
         if self.everywhere:
             sizes = set(before.tensors["shape"].explode().drop_nulls())
@@ -493,7 +492,6 @@ def _scale_size(size: int, factor: Fraction) -> int:
 
 
 def _count_elements(offset: int, shape: Any, strides: Any) -> int:
-    """Returns the elements of the storage that a geometry needs."""
     if 0 in shape:
         return offset
     return int(
@@ -512,7 +510,6 @@ def _find_numbers(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int
 
 
 def _replace_numbers(values: list[Any], changes: Mapping[tuple[int, ...], int | None]) -> str:
-    """Returns the values as JSON with some integers changed."""
     out = msgspec.json.decode(msgspec.json.encode(values))
     for path, number in changes.items():
         container = out

@@ -478,7 +478,6 @@ class PlanRunner:
             return time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
 
     def peak_bytes(self) -> int:
-        """Returns the peak bytes of live tensors."""
         return int(self._module.max_memory_allocated()) if self._module else self.program.peak_bytes
 
     def _synchronize(self) -> None:

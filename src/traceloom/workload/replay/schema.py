@@ -95,7 +95,6 @@ class ValueType:
 
     @property
     def aliases(self) -> tuple[MemoryAlias, ...]:
-        """Its own alias and those of its items."""
         own_aliases = () if self.alias is None else (self.alias,)
         return own_aliases + tuple(alias for part in self.inner for alias in part.aliases)
 

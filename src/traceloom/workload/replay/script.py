@@ -93,7 +93,6 @@ class PendingWorks(list[Any]):
     """What several collectives that are one started."""
 
     def wait(self) -> None:
-        """Wait for all of them."""
         for work in self:
             work.wait()
 

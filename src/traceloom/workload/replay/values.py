@@ -397,7 +397,6 @@ def _flatten_kinds(kinds: tuple[Kind, ...]) -> Iterator[str | None]:
 
 
 def count_tensors(kind: Kind) -> int:
-    """Returns the number of tensors in a value."""
     return sum(map(bool, _flatten_kinds((kind,))))
 
 

@@ -56,7 +56,6 @@ _SMALL_ALL_REDUCE = 1 << 16  # bytes; below, the number of hops matters more tha
 
 
 def make_machine_error(message: str, hint: str = "") -> UsageError:
-    """Returns the error for an invalid machine."""
     return UsageError(message, slug="bad-machine", hint=hint)
 
 
@@ -379,7 +378,6 @@ class Machine:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks."""
         return math.prod(dimension.size for dimension in self.dimensions)
 
     def check(self, ranks: int) -> None:
@@ -401,7 +399,6 @@ class Machine:
 
     @property
     def ranks_per_host(self) -> int:
-        """The number of ranks per host."""
         return self.per_host or (
             self.dimensions[0].size if len(self.dimensions) > 1 else self.ranks
         )

@@ -295,7 +295,6 @@ def _get_value(document: Any, path: str) -> Any:
 
 
 def _iterate_tables(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type]]:
-    """Yields each table of a document with its path and its type."""
     yield "", document, _MachineDocument
     for key, kind in _TABLES.items():
         value = document.get(key)
@@ -335,7 +334,6 @@ def build_document(machine: Machine) -> dict[str, Any]:
 
 
 def _build_table(part: Any) -> dict[str, Any]:
-    """Returns the fields of a part that differ from their defaults."""
     values = {
         field.name: getattr(part, field.name)
         for field in fields(part)

@@ -45,7 +45,6 @@ class Fabric(Protocol):
 
 
 def build_fabric(dimension: Dimension) -> Fabric:
-    """Returns the fabric of one group of a dimension."""
     if dimension.topology in SHAPED or dimension.topology == "ring":
         return Grid(dimension)
     if dimension.topology == "fully-connected":
@@ -207,7 +206,6 @@ class ExplicitLinks:
         ]
 
     def towards(self, node: int) -> Ints:
-        """Returns the next link of each node towards one node."""
         distance = np.full(
             int(max(self.source.max(), self.target.max())) + 1, self.source.size, dtype=np.int64
         )

@@ -127,7 +127,6 @@ class Scaled(Result):
 
     @property
     def sentence(self) -> str:
-        """The result in words."""
         spread = f" ({units.format_duration(self.p10_ns)} to {units.format_duration(self.p90_ns)} in 8 of 10 steps)"
         waiting_ns = self.after_ns - self.equal_ns
         text = (
@@ -291,7 +290,6 @@ class RecordedJob:
         return self._draws.run(copies, self._count, self._seed, transfers, varied=self._varied)
 
     def _notices(self, copies: int, identity_ns: int, *, network: bool) -> tuple[Notice, ...]:
-        """Returns the assumptions of the result."""
         notices = []
         error = identity_ns / max(self.before_ns, 1) - 1
         if abs(error) > _MAX_TRUSTED_ERROR:

@@ -51,15 +51,12 @@ class RankNumbering:
 
     @property
     def positions(self) -> int:
-        """The number of ranks of one copy."""
         return self.world // self.copies
 
     def position(self, rank: int) -> int:
-        """Returns the position of a rank."""
         return rank % self.stride + rank // (self.stride * self.copies) * self.stride
 
     def copy(self, rank: int) -> int:
-        """Returns the copy that a rank belongs to."""
         return rank // self.stride % self.copies
 
     def rank(self, position: int, copy: int) -> int:

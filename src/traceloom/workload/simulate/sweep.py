@@ -109,7 +109,6 @@ def parse_axis(text: str) -> SweepAxis:
 
 
 def _parse_values(part: str, text: str) -> list[SweptValue]:
-    """Returns the values of one comma-separated part."""
     match = _RANGE.fullmatch(part)
     if match is None:
         if not part or ".." in part:
@@ -382,7 +381,6 @@ class SweepEvaluator:
 
     @cached_property
     def source(self) -> SimulationInput:
-        """The workload."""
         query = self.question
         return open_input(
             list(query.inputs),
@@ -512,7 +510,6 @@ class SweepEvaluator:
         return self._jobs[key]
 
     def _generated(self, point: SweepPoint) -> SweepRow:
-        """Evaluates a workload generated with the options of the point."""
         assert self.generated is not None
         kind, base = self.generated
         options, make = _GENERATED[kind]

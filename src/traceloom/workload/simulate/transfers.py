@@ -56,7 +56,6 @@ class Operations:
 
 
 def find_operations(graph: Graph) -> Operations:
-    """Finds the communications of a graph that has its meetings."""
     kind = get_column_array(graph, graph.nodes["kind"])
     meeting = np.flatnonzero(kind == graph_schema.NODE_KINDS.index(graph_schema.RENDEZVOUS))
     number = np.full(graph.nodes.height, -1, dtype=np.int64)
@@ -570,7 +569,6 @@ def compute_transfers(
 
 
 def list_transfer_notices(flags: Iterable[str]) -> tuple[Notice, ...]:
-    """Returns notices with the number of transfers for each flag."""
     single = [flag for text in flags for flag in text.split("; ") if flag]
     counts = (
         pl.Series("flag", single, dtype=pl.String)

@@ -88,7 +88,6 @@ async def compute_audit(visit: PageRequest) -> list[AuditEntry]:
 
 
 def build_audit_content(entries: list[AuditEntry]) -> PageContent:
-    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "at_ns": entry.at_ns,
@@ -144,12 +143,10 @@ def _get_token_state(token: TokenRecord) -> str:
 
 
 async def compute_tokens(visit: PageRequest) -> list[TokenRecord]:
-    """Returns all tokens."""
     return (await visit.answer(TokensResponse, "/api/v1/tokens")).tokens
 
 
 def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
-    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "name": token.name,
@@ -166,7 +163,6 @@ def build_tokens_content(tokens: list[TokenRecord]) -> PageContent:
 
 
 def build_tokens_controls(visit: PageRequest, tokens: list[TokenRecord]) -> Node:
-    """Builds the forms to create and revoke tokens."""
     roles = [(role, f"{role}: {description}") for role, description in _ROLE_TEXTS.items()]
     content = form(method="post")[
         div(".fields")[
@@ -246,12 +242,10 @@ WEBHOOK_COLUMNS = (
 
 
 async def compute_webhooks(visit: PageRequest) -> list[WebhookRecord]:
-    """Returns all webhooks."""
     return (await visit.answer(WebhooksResponse, WEBHOOKS_ROUTE)).webhooks
 
 
 def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
-    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "name": webhook.name,
@@ -555,12 +549,10 @@ _LAST_COLUMNS = (
 
 
 async def compute_triggers(visit: PageRequest) -> FleetTriggersResponse:
-    """Returns the rules and their counts."""
     return await visit.answer(FleetTriggersResponse, TRIGGERS_ROUTE)
 
 
 def build_triggers_content(answer: FleetTriggersResponse) -> PageContent:
-    """Builds the content of the page."""
     lead = [
         "For what a host sees by itself (errors, slower steps, hangs) its agent has rules, in ",
         code["agent.toml"],
@@ -794,7 +786,6 @@ async def compute_owners(visit: PageRequest) -> OwnersView:
 
 
 def build_owners_content(view: OwnersView) -> PageContent:
-    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "number": number,
@@ -960,7 +951,6 @@ async def compute_prices(visit: PageRequest) -> PricesView:
 
 
 def build_prices_content(view: PricesView) -> PageContent:
-    """Builds the content of the page."""
     prices, total_row = view.prices, view.whole
     older = describe_older_version("/prices", view.document, view.versions)
     since = PageUrl("/prices", f"since={_SINCE}")
@@ -1056,7 +1046,6 @@ def build_prices_content(view: PricesView) -> PageContent:
 
 
 def build_prices_controls(visit: PageRequest, view: PricesView) -> Node:
-    """Builds the form to change the prices."""
     if not visit.may("operator"):
         return p(".quiet")["An operator may change the prices."]
     hint = (

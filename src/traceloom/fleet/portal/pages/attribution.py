@@ -103,7 +103,6 @@ async def fetch_attribution(request: PageRequest) -> AttributionView:
 
 
 def build_attribution_content(view: AttributionView) -> PageContent:
-    """Builds the content of the page."""
     filters = fragment[
         _build_dimension_picker(view.whole.address, view.by),
         build_filter_form(
@@ -332,7 +331,6 @@ def _build_parts_table(
 
 
 def build_part_url(address: PageUrl, values: PartPath) -> str:
-    """Returns the URL of a part of device time."""
     return address.changed(
         {"at": msgspec.json.encode(values).decode() if values else "", "of-part.leaf": ""}
     )

@@ -78,7 +78,6 @@ class CaptureView:
 
 
 async def compute_capture(visit: PageRequest) -> CaptureView:
-    """Asks the routes."""
     name = visit.names["id"]
     capture = await visit.answer(CaptureResponse, "/api/v1/captures/{id}", id=name)
     # It is not in the tables yet.
@@ -103,7 +102,6 @@ async def compute_capture(visit: PageRequest) -> CaptureView:
 
 
 def build_capture_content(view: CaptureView) -> PageContent:
-    """Builds the content of the page."""
     capture, facts = view.capture, view.of_tables.facts
     is_analysed = any(task.state in {"analysed", "committed"} for task in capture.tasks)
     sections = [

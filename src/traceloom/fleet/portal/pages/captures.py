@@ -66,7 +66,6 @@ async def compute_captures(visit: PageRequest) -> list[CaptureResponse]:
 
 
 def build_captures_content(captures: list[CaptureResponse]) -> PageContent:
-    """Builds the content of the page."""
     empty = fragment[
         p[
             "Nothing is kept yet. ",

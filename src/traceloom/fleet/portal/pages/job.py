@@ -70,7 +70,6 @@ REQUEST_COLUMNS = (
 
 
 def describe_length(request: FleetRequestResponse) -> str:
-    """Describes the length of a trace in words."""
     if request.spec.steps is not None:
         return units.format_quantity(request.spec.steps, "step")
     return units.format_duration(int((request.spec.duration_s or 0.0) * 1e9))
@@ -114,7 +113,6 @@ async def compute_requests(visit: PageRequest) -> list[FleetRequestResponse]:
 
 
 def build_requests_content(requests: list[FleetRequestResponse]) -> PageContent:
-    """Builds the content of the page."""
     states = [request.state for request in requests]
     running = sum(state not in ENDED_FLEET_STATES for state in states)
     numbers = [
@@ -213,7 +211,6 @@ class JobView:
 
 
 async def compute_job(visit: PageRequest) -> JobView:
-    """Asks the routes."""
     job = visit.names["job"]
     requests_answer = await visit.answer(
         FleetRequestsResponse, "/api/v1/requests", query={"most": "1000"}
@@ -234,7 +231,6 @@ async def compute_job(visit: PageRequest) -> JobView:
 
 
 def build_job_content(view: JobView) -> PageContent:
-    """Builds the content of the page."""
     job = view.detail.job
     no_captures = fragment[
         p[
@@ -484,12 +480,10 @@ TARGET_COLUMNS = (
 
 
 async def compute_request(visit: PageRequest) -> FleetRequestResponse:
-    """Returns the request."""
     return await visit.answer(FleetRequestResponse, "/api/v1/requests/{id}", id=visit.names["id"])
 
 
 def build_request_content(request: FleetRequestResponse) -> PageContent:
-    """Builds the content of the page."""
     hosts: list[PageRow] = [
         {
             "host": host.host,

@@ -57,7 +57,6 @@ _CAUSE_TEXTS = {
 
 
 async def compute_regressions(visit: PageRequest) -> QueryResult:
-    """Asks the question."""
     return await fetch_answer(visit, "regressions", top=str(ALL_CHANGES_QUERY.top))
 
 
@@ -83,7 +82,6 @@ def describe_change(row: Mapping[str, Any]) -> str:
 
 
 def build_regressions_content(result: QueryResult) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(result.address)
     rows = result.tables["changes"]
     slower = [row for row in rows if row["change"] > 0 and row["cause"] not in MIX_CAUSES]
@@ -207,7 +205,6 @@ async def compute_kernel(visit: PageRequest) -> KernelView:
 
 
 def build_kernel_content(view: KernelView) -> PageContent:
-    """Builds the content of the page."""
     asking = build_filter_form(view.history.address, preserved=("kernel", "shapes"))
     address, rows = view.history.address, view.history.tables["rows"]
     jobs = PageTable(
@@ -355,7 +352,6 @@ KERNEL_PAGE = Page(
 
 
 def build_comparison_url(base: str, new: str) -> str:
-    """Returns the URL of the comparison of two captures."""
     return f"/compare?{urlencode({'base': base, 'new': new})}"
 
 
@@ -389,7 +385,6 @@ async def compute_comparison(visit: PageRequest) -> CapturePair:
 
 
 def build_comparison_content(both: CapturePair) -> PageContent:
-    """Builds the content of the page."""
     report_url = f"/captures/{quote(both.new.id, safe='')}/against/{quote(both.base.id, safe='')}"
     frame = iframe(
         ".report",
@@ -476,7 +471,6 @@ async def compute_regression(visit: PageRequest) -> ChangeView:
 
 
 def build_regression_content(view: ChangeView) -> PageContent:
-    """Builds the content of the page."""
     change, address = view.change, view.changed.address
     rows = view.history.tables["rows"]
     rows_by_job = {row["job"]: row for row in rows}

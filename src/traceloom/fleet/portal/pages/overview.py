@@ -94,7 +94,6 @@ def build_job_row(job: FleetJobResponse) -> PageRow:
 
 
 def build_jobs_table(jobs: list[FleetJobResponse]) -> PageTable:
-    """Builds the table of jobs."""
     empty = fragment[
         p[
             "No job runs on hosts of the fleet, as far as they say. Prepare one on a host where an agent runs:"
@@ -112,7 +111,6 @@ def build_jobs_table(jobs: list[FleetJobResponse]) -> PageTable:
 
 
 def build_jobs_content(jobs: list[FleetJobResponse]) -> PageContent:
-    """Builds the content of the page."""
     ready = sum(job.traceable > 0 for job in jobs)
     numbers = [
         KeyFigure("Jobs", units.format_count(len(jobs)), "that run now"),
@@ -170,7 +168,6 @@ class FleetView:
 
 
 async def compute_overview(visit: PageRequest) -> FleetView:
-    """Asks the routes."""
     status = await visit.answer(FleetStatusResponse, "/api/v1/now")
     hosts = await visit.answer(HostsResponse, "/api/v1/hosts")
     running = await visit.answer(FleetJobsResponse, "/api/v1/jobs")
@@ -196,7 +193,6 @@ async def compute_overview(visit: PageRequest) -> FleetView:
 
 
 def build_overview_content(view: FleetView) -> PageContent:
-    """Builds the content of the page."""
     status = view.now
     wrong = _list_problems(view)
     sections = [
@@ -431,7 +427,6 @@ async def compute_hosts(visit: PageRequest) -> list[HostResponse]:
 
 
 def build_hosts_content(hosts: list[HostResponse]) -> PageContent:
-    """Builds the content of the page."""
     rows: list[PageRow] = [
         {
             "host": host.host,
@@ -595,7 +590,6 @@ class HostView:
 
 
 async def compute_host(visit: PageRequest) -> HostView:
-    """Asks the routes."""
     host = visit.names["host"]
     detail = await visit.answer(HostDetailResponse, "/api/v1/hosts/{host}", host=host)
     used = await visit.answer(UsageResponse, "/api/v1/usage", query={"host": host, "hours": "6"})
@@ -632,7 +626,6 @@ def draw_usage(usage: list[UsagePeriod], label: str) -> Node:
 
 
 def build_host_content(view: HostView) -> PageContent:
-    """Builds the content of the page."""
     host, devices = view.detail.host, view.detail.devices
     rows = [build_process_row(process) for process in view.detail.processes]
     is_heard = host.heard_ns is not None

@@ -79,7 +79,6 @@ class Dimensions:
 
     @property
     def ranks(self) -> int:
-        """The number of all ranks."""
         return math.prod(self.sizes)
 
     @property
@@ -545,7 +544,6 @@ class Links:
         self._take(_Travel(size, links, 0, arrive, payload, self._clock.now))
 
     def occupied_ns(self, size: int) -> int:
-        """Returns how long a message occupies a link."""
         return int(size / self._rate)
 
     def _take(self, travel: _Travel) -> None:
@@ -590,7 +588,6 @@ class Links:
             del self._waiting[link]
 
     def add(self, usage: Mapping[Link, Sequence[int]]) -> None:
-        """Adds usage of links that was computed elsewhere."""
         for link, values in usage.items():
             total = self.usage.setdefault(link, [0, 0, 0])
             total[:] = [before + extra for before, extra in zip(total, values, strict=True)]
@@ -625,7 +622,6 @@ class OrderedLinks:
         self._times: dict[int, tuple[Ints, Ints, Ints]] = {}
 
     def occupied_ns(self, size: int) -> int:
-        """Returns how long a message occupies a link."""
         return int(size / self._rate)
 
     def save(self) -> Ints:
@@ -666,7 +662,6 @@ class OrderedLinks:
         return time_ns
 
     def _serve(self, link: Ints, source: Ints, size: Ints, busy_ns: Ints, asked_ns: Ints) -> Ints:
-        """Returns when links begin to serve messages that ask for them."""
         free, asked, asker, carried, busy, waited, mark = self._state
         mark[link] = np.arange(len(link))
         if (mark[link] != np.arange(len(link))).any():  # several messages for one link

@@ -96,7 +96,6 @@ class RankNodes:
         return len(self.row)
 
     def label(self, node: int) -> str:
-        """Returns the name of a node for messages."""
         row = int(self.row[node])
         return f"node {self.table.nodes['id'][row]} `{self.table.nodes['name'][row]}`"
 
