@@ -1,7 +1,5 @@
 """The process of a command: `python -m traceloom` and the script `traceloom`."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

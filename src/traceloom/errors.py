@@ -13,8 +13,6 @@ Each error has a stable slug; `traceloom explain SLUG` and docs/reference/messag
 means.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, ClassVar
 

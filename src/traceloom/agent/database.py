@@ -2,8 +2,6 @@
 requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sqlite3

@@ -3,8 +3,6 @@
 The checks change nothing.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Comparison of ranks: stragglers, imbalance of load, slow steps and pipeline bubbles."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass

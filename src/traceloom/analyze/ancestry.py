@@ -6,8 +6,6 @@ without a gap. That turns most operations on the forest into running maxima and 
 step per event or per level.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

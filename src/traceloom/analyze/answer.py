@@ -1,7 +1,5 @@
 """The answer to where the time of a run goes: one sentence, and parts that add up to the whole."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

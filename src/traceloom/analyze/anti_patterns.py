@@ -5,8 +5,6 @@ rule reports its matches with their evidence, or why it cannot decide. Definitio
 docs/concepts/anti-patterns.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

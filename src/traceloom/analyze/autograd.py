@@ -1,7 +1,5 @@
 """Autograd: matches of backward ops with their forward ops, and recomputed forward work."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bandwidth of collectives: the size that counts, the bus factor, and the peak of the link."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache

@@ -2,8 +2,6 @@
 description of each collective.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 

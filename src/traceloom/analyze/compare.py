@@ -3,8 +3,6 @@
 Exact definitions: docs/concepts/comparison.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator

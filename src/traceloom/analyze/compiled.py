@@ -4,8 +4,6 @@ Marks classify events as compiling, looking up, running compiled graphs, or wrap
 those of torch 2.0 to 2.13, read from recorded runs; docs/concepts/compile.md shows them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

@@ -3,8 +3,6 @@
 Exact definitions: docs/concepts/critical-path.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Host time and GPU work by call path: the folded call stacks of host threads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

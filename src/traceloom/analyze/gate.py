@@ -7,8 +7,6 @@ Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), se
 groups of equal size.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

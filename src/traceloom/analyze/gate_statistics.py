@@ -11,8 +11,6 @@ and White 2009), length of the blocks; Hesterberg (2015), What Teachers Should K
 Bootstrap, section 5 (why small samples need wider intervals).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

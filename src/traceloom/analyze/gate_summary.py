@@ -1,7 +1,5 @@
 """The summary of a run that a verdict needs, and its storage as a baseline."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from typing import Annotated, Any

@@ -3,8 +3,6 @@
 The parts of a row add up exactly: compute + exposed communication + exposed memory + idle = window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

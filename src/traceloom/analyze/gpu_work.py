@@ -4,8 +4,6 @@ events.
 Gaps of devices; stream waits; ops next to each other with the work they launch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise

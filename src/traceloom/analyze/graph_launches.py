@@ -6,8 +6,6 @@ A replay only has the call that launched it. The recording of the capture (or of
 eagerly) has, for each kernel in the same order, the operator that launched it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

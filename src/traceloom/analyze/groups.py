@@ -1,7 +1,5 @@
 """Process groups with their roles, and the traffic between ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import polars as pl

@@ -5,8 +5,6 @@ One table of name patterns each for phases and for blocking calls; docs/concepts
 them. Names are PyTorch's own (torch 1.8 to 2.13), CUDA's, HIP's, Level Zero's and MTIA's.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ causes), the launch itself took its time, or the work was queued and waited, pos
 work. Exact definitions: docs/concepts/idle-time.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

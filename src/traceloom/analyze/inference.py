@@ -4,8 +4,6 @@ operators of replayed graphs.
 Definitions: docs/concepts/inference.md.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Everything is vectorised: a set is two sorted int64 arrays, an operation costs a
 never a loop.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

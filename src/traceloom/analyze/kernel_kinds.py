@@ -6,8 +6,6 @@ every busy nanosecond of a device belongs to one kind only, so that all kinds an
 the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Kernels and operators by name, input shapes, launch and step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

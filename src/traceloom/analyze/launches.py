@@ -3,8 +3,6 @@
 Definitions: docs/concepts/launches.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Collectives joined over ranks, on one clock, split into waiting and transfer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

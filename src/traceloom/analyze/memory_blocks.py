@@ -1,7 +1,5 @@
 """Blocks of memory: allocations paired with frees, their lifetimes, and levels over time."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of blocks: the scope and op that allocated each, found from the host events."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ A snapshot has no operators and scopes but call stacks: Python's functions are u
 where C++ frames were recorded, the outermost dispatched operator as the op.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

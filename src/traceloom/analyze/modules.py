@@ -1,7 +1,5 @@
 """Time by module, scope or annotation, as a tree: forward, backward and recomputation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Names of events with patterns matched once per distinct name, and rule tables."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

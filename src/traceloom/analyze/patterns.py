@@ -3,8 +3,6 @@
 Definitions: docs/concepts/patterns.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Peaks of devices, and modelled calls placed on the roofline of their device."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 each fault weakens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypedDict
 

@@ -5,8 +5,6 @@ torch 2.13), based on correlation ids, which carry more information than the ext
 there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np

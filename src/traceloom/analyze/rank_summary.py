@@ -2,8 +2,6 @@
 times.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import weakref

@@ -6,8 +6,6 @@ suffixes are sorted, then their common prefixes and the intervals of equal prefi
 all with array operations and no step per element.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray

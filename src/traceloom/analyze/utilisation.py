@@ -1,7 +1,5 @@
 """Utilisation of steps: FLOPs, roofline, MFU and HFU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

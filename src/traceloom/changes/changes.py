@@ -8,8 +8,6 @@ A change is written as `[rank N[,M]] TARGET [~ REGEX] ACTION`, for example `kern
 remove`. What each assumes is stated in `ASSUMPTIONS`, and in docs/concepts/what-if.md.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -4,8 +4,6 @@ Exit codes: 0 success, 1 an internal error, 2 wrong usage, 3 an input was refuse
 inputs was refused, 5 a check failed, 130 interrupted, 141 the reader of the output closed it.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import importlib

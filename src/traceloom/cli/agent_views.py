@@ -1,7 +1,5 @@
 """Renders the responses of the agent as lines of a terminal."""
 
-from __future__ import annotations
-
 import datetime as dt
 import time
 from collections import Counter

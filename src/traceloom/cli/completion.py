@@ -1,7 +1,5 @@
 """`traceloom completion`: prints a script with which a shell completes verbs, options and files."""
 
-from __future__ import annotations
-
 import argparse
 
 from traceloom.cli import options as types

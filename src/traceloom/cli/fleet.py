@@ -1,7 +1,5 @@
 """`traceloom fleet`: actions built from routes and questions; owners, prices, tokens."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

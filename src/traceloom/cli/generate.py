@@ -1,7 +1,5 @@
 """`traceloom generate`: generates small workloads with known results."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

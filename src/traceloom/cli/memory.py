@@ -1,7 +1,5 @@
 """`traceloom memory`: explains what uses the memory."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

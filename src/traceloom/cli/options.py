@@ -1,7 +1,5 @@
 """Options that several verbs share, parsers of their values, and verbs with actions."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -1,7 +1,5 @@
 """`traceloom record -- COMMAND`: records a run without changes to its code."""
 
-from __future__ import annotations
-
 import argparse
 import datetime as dt
 import os

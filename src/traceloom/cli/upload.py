@@ -1,7 +1,5 @@
 """`traceloom upload`: sends captures to the fleet's service; also the client of that service."""
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

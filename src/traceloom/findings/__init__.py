@@ -1,7 +1,5 @@
 """What to fix first: findings with what fixing them saves."""
 
-from __future__ import annotations
-
 from traceloom.analyze.roofline import PeakSpec
 from traceloom.errors import InputError, UsageError
 from traceloom.findings import (

@@ -1,7 +1,5 @@
 """Rules about communication: slow links, exposed and small collectives, uneven exchanges."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 and operators that need not be.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import partial

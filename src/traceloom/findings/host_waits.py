@@ -1,7 +1,5 @@
 """Rules about waits of the host: pauses, blocking calls and waits for data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

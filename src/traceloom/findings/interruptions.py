@@ -2,8 +2,6 @@
 autotuning, graph breaks, recording overhead, slow steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -2,8 +2,6 @@
 unfused optimizers and norms.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

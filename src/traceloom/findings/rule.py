@@ -1,7 +1,5 @@
 """Rules and their candidates, and the Python frames that hold the host time of a finding."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

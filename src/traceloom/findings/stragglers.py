@@ -1,7 +1,5 @@
 """Rules about differences between ranks: stragglers, uneven work and shards, pipeline bubbles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Rules about copies and memory: needless copies, growth, fragmentation, nearly full devices."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

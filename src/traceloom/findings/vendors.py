@@ -1,7 +1,5 @@
 """Words of findings by the vendor of the devices: the advice of one is of no use on another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import polars as pl

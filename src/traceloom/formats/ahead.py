@@ -13,8 +13,6 @@ none of their locks: Polars is not used. If anything goes wrong in the fork, not
 file is then decoded here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

@@ -5,8 +5,6 @@ are. All work is done on whole arrays with hashes of stretches, so that the cost
 however often names repeat.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Some analyses need arguments of a few events only; the reader then need not decode them for all.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """Validates capture.json: values of the wrong type are removed and reported with their location."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, get_type_hints
 

@@ -1,7 +1,5 @@
 """Refuses files that are not Kineto traces, naming what they are and the command for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -4,8 +4,6 @@ Of malformed stretches every whole node is kept, damaged ones are repaired where
 rest is counted.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

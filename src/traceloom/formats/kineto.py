@@ -3,8 +3,6 @@
 Orders its columns and adds lanes, nesting, joins, side frames and notices.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable

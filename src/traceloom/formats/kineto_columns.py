@@ -1,7 +1,5 @@
 """Collects decoded Kineto entries in columns."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

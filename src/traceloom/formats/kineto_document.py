@@ -2,8 +2,6 @@
 damage.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Generator, Iterator

@@ -5,8 +5,6 @@ A double holds whole microseconds exactly up to 2^53, and distinguishes nanoseco
 microseconds with a fraction are beyond that; they are read as text.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from decimal import Decimal, InvalidOperation

@@ -1,7 +1,5 @@
 """Assigns events to lanes (rows of the timeline) and names the lanes."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 Details of collectives that the trace lacks are taken from capture.json.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -5,8 +5,6 @@ Worker processes run this module in a fresh interpreter, without the current dir
 import path.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -5,8 +5,6 @@ Two kinds are written by `torch.profiler.profile.export_memory_timeline`: `*.raw
 and `*.json`, a pair of times (microseconds) and levels by category.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import re

@@ -12,8 +12,6 @@ it was taken; and the history of allocations up to then, where it was recorded
 blocks with a `history` or with `frames`; entries with or without a time.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import re

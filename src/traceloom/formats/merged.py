@@ -5,8 +5,6 @@ only join the lists of events. Nothing in such a file may be joined before its r
 the correlations, external ids and arrows of different ranks have the same numbers.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

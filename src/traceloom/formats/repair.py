@@ -2,8 +2,6 @@
 repaired where possible, and the rest is counted.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

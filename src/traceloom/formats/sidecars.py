@@ -5,8 +5,6 @@ They are found by name: beside `rank0.kineto.json.gz` are `rank0.stacks.json.gz`
 `rank0.allocations.json.gz` and `HOST.telemetry.json.gz`.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds steps: where each iteration begins and ends, and the evidence for that."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

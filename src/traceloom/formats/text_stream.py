@@ -1,7 +1,5 @@
 """Reads the text of an input in pieces: encodings, gzip, windows."""
 
-from __future__ import annotations
-
 import codecs
 import re
 import sys

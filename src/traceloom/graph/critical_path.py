@@ -1,7 +1,5 @@
 """Binding edges, the critical path of a graph, and the slack of its nodes."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 from msgspec import Struct

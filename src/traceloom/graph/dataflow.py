@@ -2,8 +2,6 @@
 backward ops.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 from msgspec import Struct

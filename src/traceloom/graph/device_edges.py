@@ -4,8 +4,6 @@ and launches that a full queue holds back.
 Every function adds the edges of its kind.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

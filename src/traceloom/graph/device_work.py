@@ -2,8 +2,6 @@
 time.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Edges while they are collected, and the selection of those that form no cycle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a host trace knows of communication: sizes, groups, peers and tags."""
 
-from __future__ import annotations
-
 import polars as pl
 
 from traceloom.formats.links import apply_per_text, classify_collective

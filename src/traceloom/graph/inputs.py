@@ -2,8 +2,6 @@
 joins the two.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -10,8 +10,6 @@ Rules (a part ends once those it waits for have begun, plus the transfer):
 - send and receive: each waits for the other (both occupy their device until the data has passed).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

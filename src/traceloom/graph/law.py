@@ -7,8 +7,6 @@ residuals' share of the critical path shows how much they do not, and the assume
 only taken as given.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Links files or a session into one calibrated graph."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The graph of one rank: the nodes of its threads and streams, and the edges between them."""
 
-from __future__ import annotations
-
 import numpy as np
 import polars as pl
 from msgspec import Struct

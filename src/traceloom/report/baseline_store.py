@@ -1,7 +1,5 @@
 """Stores baselines in a directory, or in any place that fsspec can write to."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -5,8 +5,6 @@ of the same piece on the other lane; 0 where it is gone) and `changed` (1 where 
 node).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -2,8 +2,6 @@
 responses of exceptions.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

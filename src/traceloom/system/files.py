@@ -2,8 +2,6 @@
 and the cache directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

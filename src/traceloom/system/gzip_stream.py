@@ -2,8 +2,6 @@
 them.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

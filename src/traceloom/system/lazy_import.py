@@ -1,7 +1,5 @@
 """Packages that import their public names on first use."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

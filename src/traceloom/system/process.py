@@ -7,8 +7,6 @@ signal handler, and code that creates something that must not outlive the comman
 clean-up (`clean_up_on_exit`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

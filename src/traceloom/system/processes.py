@@ -1,7 +1,5 @@
 """Worker processes: fresh interpreters, so that no user script is run again."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -5,8 +5,6 @@ only; one object, or the objects below a prefix, of a store. What has not change
 fetched is not fetched again.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

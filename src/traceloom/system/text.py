@@ -5,8 +5,6 @@ keeps both as lone surrogates, which neither UTF-8 nor Arrow can represent. Wher
 or goes out, they become U+FFFD.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

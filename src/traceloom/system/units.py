@@ -3,8 +3,6 @@
 A share is never rounded to 0 or 100 %. `units.js` implements the same for the web page.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from math import floor

@@ -7,8 +7,6 @@ millisecond, hosts that are slow or unreachable. Only durations are random, from
 capture to capture.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Recordings of made runs whose figures are known in closed form."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from statistics import median

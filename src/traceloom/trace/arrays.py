@@ -8,8 +8,6 @@ What NumPy computes from an array on disk is on disk too, so callers see no diff
 indexing a table in memory needs `gather_rows`, and a newly created array takes `like=` a column.
 """
 
-from __future__ import annotations
-
 import ctypes
 import weakref
 from bisect import bisect_left

@@ -8,8 +8,6 @@ The column `trace` is the index of the trace that a row belongs to. Where rows o
 grouped, joined or sorted by some columns, rows of several traces use `trace` as an additional key.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager

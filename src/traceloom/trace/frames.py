@@ -9,8 +9,6 @@ compile and to run. Nearly all of our patterns are plain ASCII, so they and the 
 to lower case instead.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass

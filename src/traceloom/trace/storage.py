@@ -10,8 +10,6 @@ process, however that ends; the system reclaims their pages whenever it needs me
 `traceloom.trace.arrays` for single traces that are too large.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import mmap

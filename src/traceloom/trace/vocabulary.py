@@ -1,7 +1,5 @@
 """Event categories and kinds of copies, with their names in Kineto traces."""
 
-from __future__ import annotations
-
 import re
 
 OP = "op"  # framework operator (cpu_op, hpu_op, glow_runtime, the 2021 name Operator)

@@ -5,8 +5,6 @@ device plugin.
 these come from here and everything else from NVML.
 """
 
-from __future__ import annotations
-
 import http.client
 import math
 import threading

@@ -1,7 +1,5 @@
 """Simulated devices, recording of samples, and replay of recorded ones."""
 
-from __future__ import annotations
-
 import math
 import time
 import uuid

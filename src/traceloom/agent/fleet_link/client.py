@@ -2,8 +2,6 @@
 redirects.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import socket

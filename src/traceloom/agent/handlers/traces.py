@@ -1,7 +1,5 @@
 """Responses about hangs and triggers, limited to what the caller may see."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

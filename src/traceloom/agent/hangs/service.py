@@ -2,8 +2,6 @@
 agent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """Types of owners and processes, shares of devices, and masking of secrets in command lines."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

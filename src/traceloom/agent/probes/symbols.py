@@ -3,8 +3,6 @@
 Runs in a worker, as it reads whole symbol tables.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

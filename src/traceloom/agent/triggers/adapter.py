@@ -1,7 +1,5 @@
 """Evaluates the rules, requests traces within cooldown and budget, and counts refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

@@ -1,7 +1,5 @@
 """FLOPs and bytes of data movement and reductions."""
 
-from __future__ import annotations
-
 import math
 
 from traceloom.analyze.flops.registry import DTYPE_BYTES, MODELS, Call, Unknown, Work

@@ -5,8 +5,6 @@ and sum 2, scale 1, weight 1. Backward: two sums over the group (4), the gradien
 of the weight (2), of the bias (1).
 """
 
-from __future__ import annotations
-
 import math
 
 from traceloom.analyze.flops.registry import (

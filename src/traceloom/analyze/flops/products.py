@@ -1,7 +1,5 @@
 """FLOPs and bytes of matrix products and convolutions."""
 
-from __future__ import annotations
-
 import math
 
 from msgspec import Struct

@@ -1,7 +1,5 @@
 """FLOPs and bytes of operators of serving engines, and of Inductor kernels."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -2,8 +2,6 @@
 queries.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Live pages: each is rendered once a second for all of its readers together."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

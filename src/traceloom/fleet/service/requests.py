@@ -9,8 +9,6 @@ Files are stored unchanged. `capture.json` has the clock offset of each host, wh
 capture add; `link` refines it by collectives.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ equal length, in which an absent field is a row of no bytes; `encode_messages` j
 messages. The protobuf encoding is that of https://protobuf.dev/programming-guides/encoding/.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Converts nodes of Chakra files to frames and frames to nodes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

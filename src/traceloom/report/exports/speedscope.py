@@ -6,8 +6,6 @@ The schema is https://www.speedscope.app/file-format-schema.json: frames are sha
 with weights).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ the last. The header lists the columns in order with their length in bytes. The 
 reads the same layout.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import zlib

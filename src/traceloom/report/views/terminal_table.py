@@ -4,8 +4,6 @@ Every kind of time has a colour and a pattern, so that a bar can be read without
 colours are distinguishable with any common colour blindness and on light and dark backgrounds.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ has another meaning in one table, the key is the path of the table's rows in the
 by the name (`copies.kinds.bytes_per_s`).
 """
 
-from __future__ import annotations
-
 from traceloom.trace.columns import device, run, workload
 from traceloom.trace.columns.declare import (
     NO_DEVICE,

@@ -1,7 +1,5 @@
 """How a column of a document is declared: its unit, its heading, its meaning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 UNITS = (

@@ -1,7 +1,5 @@
 """Columns of GPU work and of several ranks."""
 
-from __future__ import annotations
-
 from traceloom.trace.columns.declare import (
     NO_KIND,
     NO_RANK,

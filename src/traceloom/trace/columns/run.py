@@ -1,7 +1,5 @@
 """Columns of runs, ranks, host, findings."""
 
-from __future__ import annotations
-
 from traceloom.trace.columns.declare import (
     NO_KIND,
     NO_MESSAGE,

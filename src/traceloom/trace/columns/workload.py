@@ -1,7 +1,5 @@
 """Columns of simulation.json and replay.json."""
 
-from __future__ import annotations
-
 from traceloom.trace.columns.declare import Column
 
 _UNMEASURED = "the workload holds no measured times"

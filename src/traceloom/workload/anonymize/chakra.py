@@ -2,8 +2,6 @@
 the old one is never modified.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

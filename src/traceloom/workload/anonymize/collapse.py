@@ -8,8 +8,6 @@ the same place. The chain then takes exactly as long as its nodes together, what
 it, so times and dependencies are preserved.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rewriting Kineto traces and the arguments of their events."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Rewriting metadata entries of traces, and capture.json."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

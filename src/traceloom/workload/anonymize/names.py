@@ -4,8 +4,6 @@ What an analysis reads from a name (a phase, a step, a blocking call, a collecti
 pseudonym as a word; there are few such words, and they reveal nothing else.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

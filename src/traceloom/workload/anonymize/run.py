@@ -1,7 +1,5 @@
 """Anonymizing all files of a run in one pass, with staged output."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ of the same sizes.
 The meaning of an argument follows from its type and name in the operator's public schema.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection

@@ -2,8 +2,6 @@
 policy, and most values are dropped.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

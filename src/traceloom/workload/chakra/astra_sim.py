@@ -10,8 +10,6 @@ and one communication of a rank at a time, and starts ready nodes in the order o
   silently.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

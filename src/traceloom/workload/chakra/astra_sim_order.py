@@ -13,8 +13,6 @@ must have ended before a point are one per chain, and a point with one predecess
 predecessor's result.
 """
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 from typing import Any

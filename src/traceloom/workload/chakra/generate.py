@@ -6,8 +6,6 @@ stages; all-reduces of the gradients over data-parallel ranks, layer by layer du
 backward; and an optimizer step. Embeddings and the head are not included.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ dependencies is attached to the origin of its rank. A control dependency on work
 op's place in the call stack: the op starts after the start of its caller, not after its end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice

@@ -6,8 +6,6 @@ attribute `edges`, four numbers each (source, code, delay, residual); `ctrl_deps
 express them for other tools as far as possible.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

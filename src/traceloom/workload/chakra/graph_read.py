@@ -4,8 +4,6 @@ A Graph that is written and read again is unchanged, except for the order of its
 `traceloom.workload.chakra.graph_layout` defines the layout.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

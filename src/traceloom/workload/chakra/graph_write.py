@@ -2,8 +2,6 @@
 `WINDOW` nodes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

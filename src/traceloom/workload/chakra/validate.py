@@ -1,7 +1,5 @@
 """Validation of a set of `.et` files by every rule, in time linear in nodes and dependencies."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The catalogue of validation rules, and the collection of problems."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -6,8 +6,6 @@ become calls of it, and so on, in the rest and in the blocks themselves: layers 
 within steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

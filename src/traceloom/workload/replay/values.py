@@ -1,7 +1,5 @@
 """Decoding recorded arguments into typed values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache

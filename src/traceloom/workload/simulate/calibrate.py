@@ -3,8 +3,6 @@
 docs/concepts/calibration.md describes what is fitted, and what a recording cannot show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,8 +7,6 @@ them at once. At equal times, ends of transfers come first, then starts in the o
 communications and nodes, so the result does not depend on any other order.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ A kernel keeps its measured fraction of the roofline: its time is multiplied by 
 rooflines. docs/concepts/simulation-device.md describes the assumptions of each rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Evaluation of a graph with the durations of a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

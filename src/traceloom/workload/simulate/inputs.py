@@ -4,8 +4,6 @@ Files of other writers have durations and dependencies. Their communications are
 within a group: file order, as far as dependencies allow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading and writing `machine.toml`, with changes by `--set`."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence

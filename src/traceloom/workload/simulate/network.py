@@ -5,8 +5,6 @@ of them. Messages of one round that share a link share its bandwidth; a link ser
 order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol

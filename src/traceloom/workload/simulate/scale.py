@@ -19,8 +19,6 @@ Rules:
   wait for them. The wait that draws of the recorded job show is subtracted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ are looked up in quantile tables by indices from one long row of random numbers,
 random position for each node, so that drawing costs as much as reading.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ parallelism counts the middle digit; tensor, context and pipeline parallelism co
 rank's position is its number without the copy: ranks of one position run the same program.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -3,8 +3,6 @@
 It is started by `traceloom.workload.simulate.sweep`; the workload is read with its first point.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

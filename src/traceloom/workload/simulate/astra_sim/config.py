@@ -1,7 +1,5 @@
 """Reading ASTRA-sim's configuration: network.yml and system.json."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

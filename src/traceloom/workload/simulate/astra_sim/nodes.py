@@ -1,7 +1,5 @@
 """The nodes of a rank, prepared for the engine, and custom algorithms of collectives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Running a workload on ASTRA-sim's machine, with ASTRA-sim's own configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
