@@ -253,6 +253,7 @@ CASES: dict[str, str] = {
         convert job.graph out/et/ --target astra-sim --gpu-only -q
         convert workload/w.0.et out/w.0.jsonl.gz
         convert workload out/workload.graph --strict
+        convert bare out/bare.graph --groups groups.json
         convert workload notes.graph --force
         convert wrong out/wrong.graph
         convert workload job.graph

@@ -457,7 +457,9 @@ def _public(name: str, value: object) -> Iterator[str]:
 def _signature(value: Any) -> str:
     try:
         return re.sub(
-            r" at 0x[0-9a-f]+|<factory>|<object object[^>]*>", "", str(inspect.signature(value))
+            r" at 0x[0-9a-f]+|<factory>|<object object[^>]*>",
+            "",
+            re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value))),
         )
     except (TypeError, ValueError):
         return ""
