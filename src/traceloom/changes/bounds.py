@@ -109,8 +109,7 @@ def find_unknown_wakeups(graph: Graph) -> Bools:
     edges = graph.edges
     pinned = graph.edge_mask("origin") & edges["to_end"].to_numpy()
     guessed = graph.edge_mask("cross-thread") & (edges["delay_ns"].to_numpy() > 0)
-    assumed = (edges["evidence"] == "assumed").to_numpy()
-    unknown: Bools = (pinned | guessed) & assumed
+    unknown: Bools = (pinned | guessed) & (edges["evidence"] == "assumed").to_numpy()
     return unknown
 
 

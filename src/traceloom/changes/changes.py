@@ -87,9 +87,8 @@ class Selection:
         """Returns names close to the pattern of a selection without nodes: the most similar ones,
         else those of the most work.
         """
-        is_candidate = pl.Series(Selection(self.target, "", self.ranks).nodes(graph))
         work = (
-            graph.nodes.filter(is_candidate)
+            graph.nodes.filter(pl.Series(Selection(self.target, "", self.ranks).nodes(graph)))
             .group_by("name")
             .agg(pl.col("work_ns").sum())
             .drop_nulls()

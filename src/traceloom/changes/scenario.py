@@ -419,8 +419,7 @@ def remove_launch_delays(out: Scenario, change: Change, selected: Bools) -> None
     out.work_ns[selected] = 0
     delayed = out.edges("launch", "synchronize", "stream", "queue") & ~out.overlapping()
     if change.selection.ranks:
-        in_ranks = np.isin(out.graph.node_ranks, change.selection.ranks)
-        delayed &= in_ranks[out.ends()[1]]
+        delayed &= np.isin(out.graph.node_ranks, change.selection.ranks)[out.ends()[1]]
     out.delay_ns[delayed & (out.delay_ns > 0)] = 0
 
 

@@ -115,8 +115,7 @@ def whatif(
     measured = get_point_times(graph)
     start_ns = int(measured.min()) if measured.size else 0
     before = _measure_span(measured, start_ns)
-    min_after_ns = compute_lower_bound_ns(graph, scenario, before)
-    after = max(_measure_span(times, start_ns), min_after_ns)
+    after = max(_measure_span(times, start_ns), compute_lower_bound_ns(graph, scenario, before))
     saved = before - after
     min_difference_ns = round(_MIN_COUNTED_SHARE * before)
     chance_ns = round(_INTERVAL_DEVIATIONS * scenario.chance_ns)
@@ -253,11 +252,10 @@ def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:
     to draw it.
     """
     start, end = times[0::2], times[1::2]
-    work = np.minimum(scenario.work_ns, end - start)
     nodes = graph.nodes.with_columns(
         start_ns=pl.Series(start),
         duration_ns=pl.Series(end - start),
-        work_ns=pl.Series(np.maximum(work, 0)),
+        work_ns=pl.Series(np.maximum(np.minimum(scenario.work_ns, end - start), 0)),
         residual_ns=pl.lit(0, pl.Int64),
     )
     present = scenario.delay_ns > ABSENT // 2

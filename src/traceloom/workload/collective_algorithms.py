@@ -193,8 +193,7 @@ def build_halving_doubling(kind: str, ranks: int, size: int) -> Schedule:
     """
     steps = compute_log2(ranks, "halving-doubling")
     position = np.arange(ranks)
-    total_size = size * ranks if kind == "all_gather" else size
-    piece_sizes = split_evenly(total_size, ranks)
+    piece_sizes = split_evenly(size * ranks if kind == "all_gather" else size, ranks)
     halving = []
     for step in range(steps):
         # A rank sends the pieces of all positions that agree with its partner in the bits so far.

@@ -165,8 +165,7 @@ class ChakraRewriter:
             InputError: It is not a Chakra trace, or is damaged beyond its end.
             OSError: The new file cannot be written.
         """
-        collapse = self._rules.policy.structure == COLLAPSE
-        self._chains = find_chains(self._path) if collapse else None
+        self._chains = find_chains(self._path) if self._rules.policy.structure == COLLAPSE else None
         with EtReader(self._path) as reader, open_output(target) as out:
             old, writer = reader.metadata, EtWriter(out)
             new = GlobalMetadata(version=old.version if _VERSION.fullmatch(old.version) else "")

@@ -84,8 +84,7 @@ class InputShapes:
                 and left[-1] == right[-2]
                 and len(self.products) < _MAX_SHAPES
             ):
-                flops = 2 * math.prod(left) * right[-1]
-                self.products[flops] = f"{list(left)} x {list(right)}"
+                self.products[2 * math.prod(left) * right[-1]] = f"{list(left)} x {list(right)}"
 
     def given_away(self, shapes: Shapes, kept_names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Yields each hidden shape that the output still reveals, and by which value.

@@ -341,10 +341,9 @@ class Pseudonyms:
         """Returns the new number of a stream, queue or context that is identified by its
         address.
         """
-        small = -(1 << 16) < number < 1 << 16
         return (
             number
-            if small or number in (2**32 - 1, 2**64 - 1)
+            if -(1 << 16) < number < 1 << 16 or number in (2**32 - 1, 2**64 - 1)
             else self._key.number(str(number), "pointer")
         )
 

@@ -78,8 +78,7 @@ def round_prime_factors(number: int, kept_factors: Collection[int] = ()) -> int:
 def round_total(number: int) -> int:
     """Returns a running total with its five leading bits, which is off by at most 3 %."""
     shift = max(0, abs(number).bit_length() - _TOP_BITS)
-    half = 1 << shift >> 1
-    rounded = (abs(number) + half) >> shift << shift
+    rounded = (abs(number) + (1 << shift >> 1)) >> shift << shift
     return rounded if number >= 0 else -rounded
 
 

@@ -251,7 +251,6 @@ def measure_chakra(path: Path) -> Measure:
                     sizes[node.type, name] = sizes.get((node.type, name), 0) + size
     counted = [(*key, *row) for key, row in sorted(rows.items())]
     columns = ["type", "comm_type", "nodes", "duration_us", "data_deps", "ctrl_deps"]
-    size_rows = [(*key, size) for key, size in sorted(sizes.items())]
     return {
         "nodes and times": pl.DataFrame(
             counted, schema=dict.fromkeys(columns, pl.Int128), orient="row"
@@ -260,7 +259,7 @@ def measure_chakra(path: Path) -> Measure:
         "total time": pl.DataFrame({"duration_us": [sum(row[1] for row in rows.values())]}),
         "ideal time": pl.DataFrame({"path_us": [compute_longest_path(durations, waits)]}),
         SIZES_OF_NODES: pl.DataFrame(
-            size_rows,
+            [(*key, size) for key, size in sorted(sizes.items())],
             schema={"type": pl.Int64, "what": pl.String, "bytes": pl.Int128},
             orient="row",
         ),

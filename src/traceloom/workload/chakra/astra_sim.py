@@ -502,8 +502,7 @@ def list_notices(
         )
         message = f"the file of rank {empty[0]} has no nodes, which ASTRA-sim refuses: {reason}"
         yield Notice("target-no-nodes", "warning", message, len(empty))
-    edges = changes.graph.edges
-    delay = edges.filter(
+    delay = changes.graph.edges.filter(
         pl.col("kind").is_in(["launch", "synchronize", "stream", "wait", "cross-thread"])
     )
     lost_ns = int((delay["delay_ns"].clip(lower_bound=0) + delay["residual_ns"]).sum())
@@ -603,12 +602,10 @@ def build_rank_files(
     ).with_columns(pl.when(pl.col("members") == 1).then("attributes"))
     # Round to whole microseconds so that the remainder carries over to the next node of a chain.
     total = pl.col("work_ns").cum_sum().over("lane")
-    chain = total // _US - (total - pl.col("work_ns")) // _US
-    transfers = pl.col("transfer_ns").is_not_null() & ~pl.col("on_host")
     frame = frame.with_columns(
-        pl.when(transfers)
+        pl.when(pl.col("transfer_ns").is_not_null() & ~pl.col("on_host"))
         .then((pl.col("transfer_ns") + _US // 2) // _US)
-        .otherwise(chain)
+        .otherwise(total // _US - (total - pl.col("work_ns")) // _US)
         .alias("duration_us"),
         pl.col("type").fill_null(int(NodeType.COMP_NODE)),
     )
@@ -706,16 +703,21 @@ def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tupl
     ASTRA-sim starts all ranks at 0.
     """
     retained_nodes = nodes.frame.with_row_index("row").filter(pl.Series(retained))
-    rank_starts = retained_nodes.group_by("rank").agg(pl.col("start_ns").min()).sort("rank")
-    starts = rank_starts.select(
-        pl.lit("start").alias("name"),
-        "rank",
-        pl.lit(job_start_ns, dtype=pl.Int64).alias("start_ns"),
-        pl.col("start_ns").alias("end_ns"),
-        pl.lit(value=True).alias("on_host"),
-        ((pl.col("start_ns") - job_start_ns) // _US).alias("duration_us"),
-        pl.lit(int(NodeType.COMP_NODE), dtype=nodes.frame.schema["type"]).alias("type"),
-    ).filter(pl.col("duration_us") > 0)
+    starts = (
+        retained_nodes.group_by("rank")
+        .agg(pl.col("start_ns").min())
+        .sort("rank")
+        .select(
+            pl.lit("start").alias("name"),
+            "rank",
+            pl.lit(job_start_ns, dtype=pl.Int64).alias("start_ns"),
+            pl.col("start_ns").alias("end_ns"),
+            pl.lit(value=True).alias("on_host"),
+            ((pl.col("start_ns") - job_start_ns) // _US).alias("duration_us"),
+            pl.lit(int(NodeType.COMP_NODE), dtype=nodes.frame.schema["type"]).alias("type"),
+        )
+        .filter(pl.col("duration_us") > 0)
+    )
     first = nodes.frame.height
     roots = np.setdiff1d(retained_nodes["row"].to_numpy(), nodes.pairs[:, 0])
     start_rows = pl.DataFrame({"rank": starts["rank"], "start": np.arange(starts.height) + first})
@@ -726,10 +728,9 @@ def _add_start_delays(nodes: _Nodes, retained: Bools, job_start_ns: int) -> tupl
         .to_numpy()
     )
     frame = pl.concat([nodes.frame, starts], how="diagonal_relaxed")
-    everything = np.concatenate([retained, np.ones(starts.height, np.bool_)])
     return _Nodes(
         frame, np.concatenate([nodes.pairs, added]), np.concatenate([nodes.added, added])
-    ), everything
+    ), np.concatenate([retained, np.ones(starts.height, np.bool_)])
 
 
 def _add_idle_delays(
@@ -820,16 +821,18 @@ def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
         ids = ids if ids[-1] < _MAX_ID else np.arange(1, len(rows) + 1)
     row_in_file = np.full(nodes.frame.height, -1, np.int64)
     row_in_file[rows] = np.arange(len(rows))
-    selected = nodes.frame[rows]
-    moves = pl.col("kind").is_in(["copy", "fill"])
-    node_table = selected.with_columns(
-        pl.Series("id", ids),
-        pl.col("name").fill_null(""),
-        (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
-        pl.lit(None, dtype=pl.Int64).alias("num_ops"),
-        pl.when(moves).then("bytes").alias("tensor_size"),
-        pl.col("duration_us").clip(lower_bound=0),
-    ).select(list(SIMULATOR_SCHEMA))
+    node_table = (
+        nodes.frame[rows]
+        .with_columns(
+            pl.Series("id", ids),
+            pl.col("name").fill_null(""),
+            (pl.col("on_host") & (pl.col("type") == int(NodeType.COMP_NODE))).alias("is_cpu_op"),
+            pl.lit(None, dtype=pl.Int64).alias("num_ops"),
+            pl.when(pl.col("kind").is_in(["copy", "fill"])).then("bytes").alias("tensor_size"),
+            pl.col("duration_us").clip(lower_bound=0),
+        )
+        .select(list(SIMULATOR_SCHEMA))
+    )
     dependencies = []
     for pairs in (nodes.pairs, nodes.added):
         row, awaited_row = row_in_file[pairs[:, 0]], row_in_file[pairs[:, 1]]

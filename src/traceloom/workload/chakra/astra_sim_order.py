@@ -109,10 +109,9 @@ def build_units(graph: Graph) -> Units:
     is_unit_start[last_nodes[last_nodes + 1 < len(is_unit_start)] + 1] = True
     unit = np.cumsum(is_unit_start) - 1
     on_host = pl.col("kind").is_in(HOST_KINDS)
-    waits = pl.col("kind") == graph_schema.WAIT
     # A waiting thread does no work itself; GPU work keeps its duration.
     work = (
-        pl.when(waits)
+        pl.when(pl.col("kind") == graph_schema.WAIT)
         .then(0)
         .when(on_host)
         .then(pl.col("work_ns") + pl.col("residual_ns"))
@@ -326,8 +325,7 @@ def compute_job_order(frame: pl.DataFrame, pairs: Ints) -> Ints:
     source = meets[np.concatenate([pairs[:, 1], messages[:, 0]])]
     time = np.zeros(frame.height, np.int64)
     np.maximum.at(time, meets, frame["start_ns"].to_numpy())
-    source_order = np.argsort(source, kind="stable")
-    followers = target[source_order].tolist()
+    followers = target[np.argsort(source, kind="stable")].tolist()
     first: Any = np.concatenate(
         [[0], np.cumsum(np.bincount(source, minlength=frame.height))]
     ).tolist()

@@ -101,8 +101,7 @@ def sort_topologically(
     """
     if (blocked is None or not len(blocked)) and (key[arcs.source] < key[arcs.target]).all():
         return TopologicalOrder(np.argsort(key, kind="stable"), np.zeros(count, dtype=bool))
-    source_order = np.argsort(arcs.source, kind="stable")
-    follower = arcs.target[source_order].tolist()
+    follower = arcs.target[np.argsort(arcs.source, kind="stable")].tolist()
     first: Any = np.concatenate(
         [[0], np.cumsum(np.bincount(arcs.source, minlength=count))]
     ).tolist()
@@ -422,10 +421,9 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             (table.nodes["id"][row], f"{describe_node(table, row)} has no {' and no '.join(names)}")
             for row, names in lacking_by_row.iter_rows()
         )
-        location = workload.location(int(str(file)))
         findings.add(
             "communication-attribute",
-            location,
+            workload.location(int(str(file))),
             examples,
             get_ids(table, lacking_by_row["row"].to_numpy()),
         )
@@ -613,9 +611,8 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         findings.add(
             "unsupported-collective", workload.location(file), sentences, get_ids(table, rows)
         )
-    host = (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
     for file, rows in find_wrong_nodes(
-        workload, host
+        workload, (pl.col("type") == NodeType.COMP_NODE) & pl.col("is_cpu_op")
     ):  # about the simulation as a whole, however many there are
         text = f"{len(rows):,} node{'s are' if len(rows) > 1 else ' is'} work of the CPU"
         table = workload.tables[file]
@@ -624,8 +621,7 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         )
         awaited = np.concatenate([table.data.id, table.control.id])
         is_last = ~np.isin(table.nodes["id"].to_numpy(), awaited)
-        last_kinds = table.nodes["type"].to_numpy()[is_last]
-        if np.isin(last_kinds, (SEND, RECEIVE)).all():
+        if np.isin(table.nodes["type"].to_numpy()[is_last], (SEND, RECEIVE)).all():
             ends = np.flatnonzero(is_last)
             examples = describe_nodes(table, ends, "is a message, and nothing comes after it")
             findings.add(
@@ -642,15 +638,13 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
         severity: Severity | None = (
             None if workload.place.whole else "warning"
         )  # other files may be elsewhere
-        lone_rank_examples = [(None, "there is no other rank")]
         findings.add(
             "one-rank",
             (workload.tables[0].path, workload.ranks[0]),
-            lone_rank_examples,
+            [(None, "there is no other rank")],
             severity=severity,
         )
-    names = workload.groups.members or {}
-    wrong = [name for name in names if not is_number(name, min_value=1)]
+    wrong = [name for name in workload.groups.members or {} if not is_number(name, min_value=1)]
     if wrong:
         sentences = [(None, f"the group file names the group `{name}`") for name in wrong]
         findings.add("group-name", (workload.groups.path, None), sentences, count=len(wrong))

@@ -417,9 +417,8 @@ def check_deadlock(
             file, row = job.where(long_cycles[0][0])
             nodes = [parts[file].table.nodes["id"][row]]
             examples = [(nodes[0], _describe_cycle(parts, job, ring)) for ring in long_cycles[:5]]
-            queued = rule == "collective-order"
             severity: Severity | None = (
-                "warning" if queued and findings.target == "chakra" else None
+                "warning" if rule == "collective-order" and findings.target == "chakra" else None
             )
             findings.add(
                 rule,

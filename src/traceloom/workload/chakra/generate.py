@@ -72,12 +72,11 @@ class RankProgram:
         """Adds a collective (`ALL_REDUCE`) of `size` bytes, defined like comm_size; `group` None
         means all ranks.
         """
-        kind_number = int(CollectiveCommType.Value(kind))
         return self._add(
             name or kind.lower(),
             NodeType.COMM_COLL_NODE,
             after,
-            comm_type=kind_number,
+            comm_type=int(CollectiveCommType.Value(kind)),
             comm_size=size,
             pg_name=group,
         )
@@ -559,10 +558,9 @@ class _RankProgram:
 
     def neighbour(self, step: int) -> int | None:
         stage = self.position.stage + step
-        in_pipeline = 0 <= stage < self.options.pipeline_parallel
         return (
             _Position(self.position.tensor, self.position.data, stage).rank(self.options)
-            if in_pipeline
+            if 0 <= stage < self.options.pipeline_parallel
             else None
         )
 

@@ -177,11 +177,10 @@ def _decode_graph(
                 collect_others(columns, ATTRIBUTES, ours=False),
             )
             frames.append(frame.select(_COLUMNS.names()).cast(_COLUMNS))
-            added = columns.lists(ADDED, "uint64_list")
             for kind, lists in (
                 ("call", columns.control),
                 ("data", columns.data),
-                ("added", added),
+                ("added", columns.lists(ADDED, "uint64_list")),
             ):
                 rows = np.repeat(lists.row, lists.count) + count
                 pairs[kind].append(pl.DataFrame({"target": rows, "id": lists.values}))
@@ -298,8 +297,7 @@ def _compute_starts(nodes: pl.DataFrame, edges: pl.DataFrame) -> Ints:
     source, target = edges["source"].to_numpy(), edges["target"].to_numpy()
     from_point = source * 2 + edges["from_end"].to_numpy()
     order = sort_topologically(nodes.height, from_point, target * 2)
-    source_order = np.argsort(from_point, kind="stable")
-    followers = target[source_order].tolist()
+    followers = target[np.argsort(from_point, kind="stable")].tolist()
     counts = np.bincount(from_point, minlength=2 * nodes.height)
     first: Any = np.concatenate([[0], np.cumsum(counts)]).tolist()
     duration: Any = (nodes["duration_us"].to_numpy() * 1000).tolist()

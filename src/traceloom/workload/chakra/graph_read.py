@@ -345,10 +345,9 @@ def convert_to_messages(
         rank: The rank.
     """
     outgoing = graph if isinstance(graph, GraphWriter) else GraphWriter(graph)
-    windows = (data for _, data in outgoing.windows(rank))
     nodes = (
         Node.FromString(message)
-        for block in read_blocks(windows, IncompleteTail())
+        for block in read_blocks((data for _, data in outgoing.windows(rank)), IncompleteTail())
         for message in block.messages()
     )
     return outgoing.metadata(rank), nodes

@@ -455,8 +455,7 @@ def find_dependencies(graph: Graph, solid: Bools) -> Iterator[_NumberLists]:
     awaited = is_local & into_end & after
     late = awaited & ~before
     # Successors of a node whose end awaits something later await it too.
-    awaits = pl.DataFrame({"node": target[late], "awaited": source[late]})
-    pairs = awaits.join(
+    pairs = pl.DataFrame({"node": target[late], "awaited": source[late]}).join(
         pl.DataFrame({"node": source[is_direct], "follower": target[is_direct]}), on="node"
     )
     followers, inherited = pairs["follower"].to_numpy(), pairs["awaited"].to_numpy()

@@ -125,14 +125,13 @@ class Findings:
             Example(node, text)
             for _, (node, text) in zip(range(MAX_EXAMPLES), examples, strict=False)
         )
-        times = count if count is not None else max(len(ids), 1)
         self.problems.append(
             Problem(
                 rule,
                 severity or rule_severity,
                 *location,
                 ids,
-                times,
+                count if count is not None else max(len(ids), 1),
                 first_examples,
                 definition.remedy,
             )

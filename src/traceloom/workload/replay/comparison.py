@@ -127,9 +127,11 @@ def simulate_steps(
                 (pl.max("end_ns") - pl.min("start_ns")).alias("simulated_ns")
             )
         )
-    ranks = pl.concat(rows).filter(pl.col("rank").is_in(list(plan.ranks)))
-    medians = ranks.group_by("rank").agg(
-        pl.len().alias("step_count"), pl.median("simulated_ns").round().cast(pl.Int64)
+    medians = (
+        pl.concat(rows)
+        .filter(pl.col("rank").is_in(list(plan.ranks)))
+        .group_by("rank")
+        .agg(pl.len().alias("step_count"), pl.median("simulated_ns").round().cast(pl.Int64))
     )
     return SimulatedSteps(
         name, cast_to_schema(medians.sort("rank"), RANKS), "", tuple(notices.values())

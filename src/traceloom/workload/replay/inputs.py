@@ -85,14 +85,12 @@ def collect_recorded_times(trace: Trace, matching: Matching, node_ids: Ints) -> 
     host_op = matching.host_op
     runs = np.isin(host_op, node_ids)
     rows = np.flatnonzero(runs)
-    start = events["start_ns"].to_numpy()[rows]
-    duration = events["duration_ns"].to_numpy()[rows]
     table = pl.DataFrame(
         {
             "node": host_op[rows],
             "lane": events["lane"].to_numpy()[rows],
-            "start": start,
-            "duration": duration,
+            "start": events["start_ns"].to_numpy()[rows],
+            "duration": events["duration_ns"].to_numpy()[rows],
         }
     ).sort("lane", "start")
     before = (pl.col("start") + pl.col("duration")).cum_max().shift(1).over("lane")

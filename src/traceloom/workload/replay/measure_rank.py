@@ -309,8 +309,7 @@ def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
         torch.set_num_threads(task.threads)
     device = torch.device(task.device)
     if task.device != "cpu":
-        module = getattr(torch, task.device)
-        module.set_device(rank % task.per_host)
+        getattr(torch, task.device).set_device(rank % task.per_host)
         device = torch.device(task.device, rank % task.per_host)
     name = _name(device)
     with warnings.catch_warnings(), _add_meetings(task, rank) as control:

@@ -267,9 +267,8 @@ class RankPlan:
             highest = (values.explode() if isinstance(values.dtype, pl.List) else values).max()
             if highest is not None and int(highest) >= getattr(self, target_frame).height:
                 raise broken("plan", f"`{column}` of `{name}` has no row in `{target_frame}`")
-        has_call = self.ops["action"].is_in([RUN, STAND_IN])
         if (self.ops["call"].is_null() & (self.ops["action"] == RUN)).any() or (
-            self.ops["call"].is_not_null() & ~has_call
+            self.ops["call"].is_not_null() & ~self.ops["action"].is_in([RUN, STAND_IN])
         ).any():
             raise broken("plan", "calls are of ops that run, and of these alone")
         for text, sha256, file in {*self.kernels.select("source", "sha256", "file").rows()}:
@@ -555,10 +554,9 @@ class RankReplayResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result with its frames by columns, which is shorter; `from_dict` reads it."""
-        columns = {name: getattr(self, name).to_dict(as_series=False) for name in _FRAMES}
         return {
             **super().to_dict(),
-            **columns,
+            **{name: getattr(self, name).to_dict(as_series=False) for name in _FRAMES},
             "notices": [asdict(notice) for notice in self.notices],
         }
 

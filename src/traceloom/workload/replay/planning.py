@@ -855,11 +855,10 @@ class _RankPlanner:
 def _load_plan(path: str, choice: Choice) -> ReplayPlan:
     """Loads a saved plan, or some of its ranks."""
     if choice != Choice(ranks=choice.ranks):
-        hint = "give what the plan was made of"
         raise UsageError(
             "a plan holds what was chosen; only ranks are chosen from it",
             slug="wrong-usage",
-            hint=hint,
+            hint="give what the plan was made of",
         )
     plan = ReplayPlan.load(path)
     if choice.ranks is None:

@@ -240,10 +240,9 @@ class ProgramBuilder:
             _make_untimed_instruction(finish, self._first_work_register + row)
             for row in self._unfinished_collectives
         )
-        stand_ins = pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
         return Program(
             instructions, self._registers, self._geometries, self._mode.device, self._hand_offs
-        ), stand_ins
+        ), pl.DataFrame(self._stand_ins, schema=STAND_INS, orient="row")
 
     def _bind_call(self, call: int, schema: str, arguments: str) -> BoundCall | BindError:
         kernels = self._mode.kernels
@@ -326,12 +325,11 @@ class ProgramBuilder:
             ],
             how="horizontal",
         )
-        written = plan.uses().filter("made")["tensor"]
         scalar_rows = tensor_rows.filter(
             pl.col("dtype").is_in(["float64", "int64"]),
             pl.col("shape").list.len() == 0,
             pl.col("device") == "cpu",
-            ~pl.col("tensor").is_in(written.implode()),
+            ~pl.col("tensor").is_in(plan.uses().filter("made")["tensor"].implode()),
         )
         return {row: tensors[row].item() for row in scalar_rows["tensor"] if row in tensors}
 

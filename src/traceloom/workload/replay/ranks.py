@@ -339,14 +339,13 @@ def _run_under_torchrun(
             hint="give torchrun another --master-port",
         ) from error
     try:
-        sharing = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         answer = _run_rank(
             plan,
             options,
             ranks,
             process,
             store if _has_communication(plan, ranks) else None,
-            sharing,
+            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
             on_status,
         )
     except (RuntimeError, ValueError) as error:
@@ -433,11 +432,10 @@ def _run_rank(  # noqa: PLR0917  (all of them are unrelated)
         )
         if options.record is not None:
             on_status(f"recording into {options.record}")
-            source = plan.source or "a plan"
             record_passes(
                 execution,
                 options.record,
-                source,
+                plan.source or "a plan",
                 force=options.force,
                 wait_for_ranks=wait_for_ranks,
             )

@@ -219,9 +219,8 @@ class _Scaling:
         if self.everywhere:
             sizes = set(before.tensors["shape"].explode().drop_nulls())
             if absent := sorted(set(self.sizes) - sizes):
-                text = f"no tensor has a dimension of {absent[0]}"
                 raise UsageError(
-                    text,
+                    f"no tensor has a dimension of {absent[0]}",
                     slug="cannot-resize",
                     hint="take a size that `--plan-only` or the report shows",
                 )
@@ -314,10 +313,9 @@ class _Scaling:
         fewest changes first.
         """
         values = msgspec.json.decode(arguments)
-        declared = parse_schema(schema).arguments
         numbers_by_path = [
             (path, value)
-            for index, argument in enumerate(declared[: len(values)])
+            for index, argument in enumerate(parse_schema(schema).arguments[: len(values)])
             if "SymInt" in argument.type.bases
             or (_SIZE_NAMES.match(argument.name) and argument.type.bases & _INTEGER_TYPES)
             for path, value in _find_numbers(values[index], (index,))

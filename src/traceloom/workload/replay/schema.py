@@ -283,8 +283,7 @@ class _Scanner:
             kind = ValueType("tuple", self.types())
         else:
             base = self.word()
-            is_holder = base in _HOLDERS and self.passes("(")
-            kind = ValueType(base, self.types() if is_holder else ())
+            kind = ValueType(base, self.types() if base in _HOLDERS and self.passes("(") else ())
         while True:
             if self.next == "(":
                 kind = ValueType(kind.base, kind.inner, kind.size, kind.optional, self.alias())

@@ -449,11 +449,10 @@ def _format_constants(plan: ReplayPlan, world: int, first: RankPlan) -> list[str
     ]
     if world > 1:
         group_rows = plan.groups.select("name", "ranks").iter_rows()
-        groups = [f"    {name!a}: {ranks or list(range(world))}," for name, ranks in group_rows]
         lines += [
             f"WORLD = {world}  # processes",
             "GROUPS = {",
-            *groups,
+            *[f"    {name!a}: {ranks or list(range(world))}," for name, ranks in group_rows],
             "}",
             "group: dict[str, Any] = {}",
         ]

@@ -143,9 +143,8 @@ def _compute_cost(sizes: _Sizes, low: int, high: int) -> tuple[float, bool]:
     """
     part = _Sizes(*(values[low:high] for values in sizes))
     missed = np.abs(part.time / _fit_line(sizes, low, high).times(part.size) - 1)
-    is_missed = missed > np.maximum(FIT_TOLERANCE, 3 * part.deviation)
     return float((np.minimum(missed / part.deviation, _MAX_DEVIATIONS) ** 2).sum()), bool(
-        is_missed.mean() <= _MAX_MISSED_SHARE
+        (missed > np.maximum(FIT_TOLERANCE, 3 * part.deviation)).mean() <= _MAX_MISSED_SHARE
     )
 
 
@@ -207,8 +206,7 @@ def fit_transfers(samples: pl.DataFrame, through: pl.DataFrame | None = None) ->
             relative error of each; None: the samples.
     """
     rows: list[tuple[object, ...]] = []
-    points = samples if through is None else through
-    points_of = dict(points.group_by(CLASS))
+    points_of = dict((samples if through is None else through).group_by(CLASS))
     for key, part in samples.sort(*CLASS).group_by(CLASS, maintain_order=True):
         rows += _fit_rows(key, part, points_of[key])
     return pl.DataFrame(rows, schema=TRANSFERS, orient="row")
@@ -408,10 +406,9 @@ def calibrate(runs: Sequence[Session], *, ranks_per_host: int | None = None) -> 
     )
     # Partially recorded groups count only without apparent waits, and only if no group of the class
     # is whole.
-    size_class = [*CLASS, "size_bytes"]
     without_wait = pl.col("transfer_ns") <= _JITTER * pl.col("transfer_ns").quantile(
         0.25, "lower"
-    ).over(size_class)
+    ).over([*CLASS, "size_bytes"])
     samples = samples.filter("whole" | (~pl.col("whole").any().over(CLASS) & without_wait)).pipe(
         cast_to_schema, SAMPLES
     )

@@ -332,14 +332,13 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
         rates = [
             device.rate(dtype or "", matrix=calculates) for device in (recorded_peak, target_peak)
         ]
-        peak_ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
         ratios.append(
             (
                 number,
                 dtype,
                 calculates,
                 (recorded_peak.memory or 0) / (target_peak.memory or 1),
-                peak_ratio,
+                rates[0] / rates[1] if rates[0] and rates[1] else None,
             )
         )
     table = pl.DataFrame(
@@ -353,7 +352,6 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
     short = ((ns < MAX_SHORT_NS) & (pl.col("roofline_here") < SHORT_LATENCY_SHARE * ns)) | (
         pl.col("roofline_here") < LATENCY_SHARE * ns
     )
-    has_peak = pl.col("calculates") & pl.col("peaks").is_not_null()
     rule = (
         pl.when(copy & link.fill_null(value=False))
         .then(pl.lit("link copy"))
@@ -363,7 +361,7 @@ def _add_rules(work: pl.DataFrame, devices: list[Peak], target_peak: Peak) -> pl
         .then(pl.lit("roofline"))
         .when(copy)
         .then(pl.lit("device copy"))
-        .when(has_peak)
+        .when(pl.col("calculates") & pl.col("peaks").is_not_null())
         .then(pl.lit("peak"))
         .otherwise(pl.lit("bandwidth"))
     )

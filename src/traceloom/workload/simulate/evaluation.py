@@ -31,8 +31,7 @@ def make_deadlock_error(graph: Graph) -> CheckError:
     source, target = graph.points()
     start_points = 2 * np.arange(nodes, dtype=np.int64)
     arcs = Arcs(np.concatenate([source, start_points]), np.concatenate([target, start_points + 1]))
-    stuck = sort_topologically(2 * nodes, arcs, np.arange(2 * nodes)).stuck
-    rings = find_cycles(arcs, stuck)
+    rings = find_cycles(arcs, sort_topologically(2 * nodes, arcs, np.arange(2 * nodes)).stuck)
     ring = min(rings, key=len) if rings else []
     labels = []
     table = graph.nodes.select("kind", "rank", "name")
@@ -82,8 +81,7 @@ def find_serial_lanes(graph: Graph) -> Ints:
         get_column_array(graph, graph.nodes["kind"]),
         [graph_schema.NODE_KINDS.index(name) for name in _SERIAL],
     )
-    lane = graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()
-    return np.where(device, lane, -1)
+    return np.where(device, graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +146,10 @@ def evaluate_on_network(
     if bundles.exceeds_bandwidth(
         class_by_operation, meeting_times, meeting_times + time_ns - latency_ns
     ) or _has_overlaps(lanes, times):
-        delay = scale_overlap(graph, scenario.work_ns, scenario.delay_ns)
         evaluated = with_contention(
             graph,
             unwrap_array(scenario.work_ns),
-            unwrap_array(delay),
+            unwrap_array(scale_overlap(graph, scenario.work_ns, scenario.delay_ns)),
             operations,
             time_ns - latency_ns,
             class_by_operation,

@@ -138,8 +138,7 @@ def join_communications(graph: Graph, groups: Mapping[str, Sequence[int]] | None
     # unchanged.
     out_of = meeting.edges["to_end"] & (meeting.edges["kind"] == "rendezvous")
     took = meeting.nodes["duration_ns"].gather(meeting.edges["target"])
-    waiting = meeting.edges.filter(out_of)["target"].unique()
-    waits = pl.col("node").is_in(waiting.implode())
+    waits = pl.col("node").is_in(meeting.edges.filter(out_of)["target"].unique().implode())
     return replace(
         meeting,
         nodes=meeting.nodes.with_columns(work_ns=pl.when(waits).then(0).otherwise("work_ns")),

@@ -198,9 +198,8 @@ class ExplicitLinks:
             position = self.target[link]
             on = position != target[message]
             position, message = position[on], message[on]
-        order = np.argsort(np.concatenate(messages), kind="stable")
         return np.bincount(np.concatenate(messages), minlength=source.size), np.concatenate(steps)[
-            order
+            np.argsort(np.concatenate(messages), kind="stable")
         ]
 
     def towards(self, node: int) -> Ints:
@@ -256,8 +255,7 @@ class Routes:
         result = np.full(self.counts.size, empty, dtype=np.float64)
         filled = self.counts > 0
         if filled.any():
-            starts = (np.cumsum(self.counts) - self.counts)[filled]
-            result[filled] = reduce.reduceat(values, starts)
+            result[filled] = reduce.reduceat(values, (np.cumsum(self.counts) - self.counts)[filled])
         return result
 
 
@@ -400,8 +398,7 @@ class MachineNetwork:
         """Returns link, source, target of one dimension."""
         fabric, first, groups = self._fabrics[number]
         name = dimension.name or f"dimension {number}"
-        blocks = 1 if dimension.shared else inner_size
-        positions = self._places(blocks, dimension.size, groups)
+        positions = self._places(1 if dimension.shared else inner_size, dimension.size, groups)
         if dimension.shared:  # each member is a block of ranks
             ranks = _find_ranks(
                 self.machine, positions[..., None] * inner_size + np.arange(inner_size)
@@ -497,8 +494,7 @@ def finish_times(
         if id(part) not in rounds:
             rounds[id(part)] = _RoundOnLinks(part, network, members)
         on_links = rounds[id(part)]
-        start = now[part.source]
-        sent_at = on_links.serve(start, free, use)
+        sent_at = on_links.serve(now[part.source], free, use)
         np.maximum.at(sent, part.source, sent_at)
         arrived = now.copy()
         np.maximum.at(arrived, part.target, sent_at + on_links.latency)
@@ -555,10 +551,9 @@ class _RoundOnLinks:
         first[1:] = link[1:] != link[:-1]
         segment = np.cumsum(first) - 1
         work = np.cumsum(work_ns)
-        before = work - work_ns
         # Served in sequence: the end of entry i is the max over all entries up to it of their start
         # plus the work since.
-        end = _compute_running_max(begin_ns - before, segment) + work
+        end = _compute_running_max(begin_ns - (work - work_ns), segment) + work
         starts_period = first.copy()
         starts_period[1:] |= begin_ns[1:] >= end[:-1]
         period = np.cumsum(starts_period) - 1

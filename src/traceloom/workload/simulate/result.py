@@ -421,8 +421,7 @@ def _load(
     stretched = np.clip(
         modelled.time_ns / np.maximum(end - meeting_times, 1), 0.0, 1.0
     )  # slowed by contention
-    class_by_operation = np.where(modelled.replaced, modelled.class_of_operation, -1)
-    row, used, part = bundles.uses(class_by_operation)
+    row, used, part = bundles.uses(np.where(modelled.replaced, modelled.class_of_operation, -1))
     bundle_by_link = dict(zip(bundles.link.tolist(), bundles.of_link.tolist(), strict=True))
     steps: dict[int, pl.DataFrame] = {}
     frames = [LOAD.to_frame()]

@@ -372,8 +372,7 @@ def grow_meetings(replica: Replica, copies: int) -> pl.DataFrame:
     Raises:
         UsageError: `cannot-scale`: the copies are not divisible by a group of neighboring copies.
     """
-    blocks = replica.meetings.filter(pl.col("span") > 1)["span"].unique().to_list()
-    for span in blocks:
+    for span in replica.meetings.filter(pl.col("span") > 1)["span"].unique().to_list():
         if copies % span:
             raise UsageError(
                 f"{copies} copies cannot be shared by groups of {span}, such as this job has",

@@ -104,8 +104,7 @@ class MonteCarlo:
         lane = np.where(
             can_end_a_step(replica.graph), nodes["lane"].cast(int).fill_null(-1).to_numpy(), -1
         )
-        end = start + nodes["duration_ns"].to_numpy()
-        order = np.lexsort((end, self._step, lane))
+        order = np.lexsort((start + nodes["duration_ns"].to_numpy(), self._step, lane))
         last = np.append((np.diff(lane[order]) != 0) | (np.diff(self._step[order]) != 0), True)
         self._ends_step: Bools = np.zeros(count, dtype=np.bool_)
         self._ends_step[order[last]] = True

@@ -199,15 +199,13 @@ def add_keys(
         group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left"
     )
     # A message has its own key for each direction, with the same count on both sides.
-    sends = pl.col("kind") == "send"
     direction = (
-        pl.when(sends)
+        pl.when(pl.col("kind") == "send")
         .then(pl.format("{}>{}", "position", "key"))
         .otherwise(pl.format("{}>{}", "key", "position"))
     )
-    way = pl.when("pair").then(direction).otherwise("key")
     rows = rows.with_columns(
-        key=way,
+        key=pl.when("pair").then(direction).otherwise("key"),
         peer_position=pl.when("pair")
         .then(pl.col("key").cast(pl.Int64, strict=False))
         .otherwise("root_position"),
@@ -526,11 +524,10 @@ def measure_variation(graph: Graph, replica: Replica, roles: Mapping[str, str]) 
 
 def _add_work_numbers(graph: Graph, axis: RankNumbering) -> pl.DataFrame:
     """Returns all nodes with their stage and `same`, a number shared by equal works."""
-    stage = pl.col("rank").fill_null(0) // (axis.stride * axis.copies)
     nodes = graph.nodes.select(
         "node",
         "rank",
-        stage.alias("stage"),
+        (pl.col("rank").fill_null(0) // (axis.stride * axis.copies)).alias("stage"),
         pl.col("step").fill_null(-1),
         "kind",
         pl.col("name").fill_null(""),
@@ -565,9 +562,8 @@ def _measure_works(
     ).with_columns(ratio=pl.col("measured") / pl.col("work"))
     usable = (pl.col("samples") > 1) & (pl.col("work") > 0) & (pl.col("side") >= 0)
     cells = works.filter(usable, pl.col("step") >= 0)
-    spread = cells.select(pl.col("ratio").std().over("side")).to_series()
     cells = (
-        cells.with_columns(scatter=spread)
+        cells.with_columns(scatter=cells.select(pl.col("ratio").std().over("side")).to_series())
         .group_by("stage", "side", "rank", "step")
         .agg(
             pl.col("ratio").median(),
@@ -663,9 +659,8 @@ def _measure_delays(
         pl.Series("binding", binding & ~fixed),
     )
     class_columns = ["kind", "from", "to", "from_end", "to_end"]
-    binding_time = pl.col("took").filter("binding")
     edges = edges.with_columns(
-        mean=binding_time.mean().over(class_columns),
+        mean=pl.col("took").filter("binding").mean().over(class_columns),
         often=pl.col("binding").mean().over(class_columns) >= 0.5,
     ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
     delay = np.where(fixed, constant, edges["delay"].to_numpy())

@@ -127,10 +127,9 @@ def _parse_values(part: str, text: str) -> list[SweptValue]:
     steps = math.log(last / first) / math.log(increment) if grows else (last - first) / increment
     if steps >= MAX_POINTS:
         raise _make_size_error(f"`{part}` has {steps + 1:,.0f} values")
-    count = math.floor(steps + 1e-9) + 1
     return [
         first * increment**number if grows else first + increment * number
-        for number in range(count)
+        for number in range(math.floor(steps + 1e-9) + 1)
     ]
 
 
@@ -248,8 +247,7 @@ def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[n
     )
     best = np.zeros((0, table.shape[1]))
     for row in order.tolist():
-        as_good = (best <= table[row]).all(axis=1)
-        if not (as_good & (best < table[row]).any(axis=1)).any():
+        if not ((best <= table[row]).all(axis=1) & (best < table[row]).any(axis=1)).any():
             front[row] = True
             best = np.vstack([best, table[row]])
     return front
@@ -356,8 +354,7 @@ class SweepEvaluator:
         Raises:
             InputError: `other-version`.
         """
-        directory = Path(self.question.inputs[0])
-        first = directory / "workload.0.et"
+        first = Path(self.question.inputs[0]) / "workload.0.et"
         if not first.is_file():
             return None
         with EtReader(first) as reader:
@@ -499,10 +496,9 @@ class SweepEvaluator:
                     hint="name a recorded run",
                 )
             cases = build_device_cases(source, machine, device, host_factor, query.recorded_device)
-            roles = find_roles(source.session) if source.session else {}
             self._jobs[key] = RecordedJob(
                 cases.graphs[0],
-                {**roles, **query.roles},
+                {**(find_roles(source.session) if source.session else {}), **query.roles},
                 draws=query.draws,
                 seed=query.seed,
                 notices=cases.notices,

@@ -63,8 +63,7 @@ def find_operations(graph: Graph) -> Operations:
     source, target = (
         get_column_array(graph, graph.edges[end]).astype(np.int64) for end in ("source", "target")
     )
-    to_end = graph.edges["to_end"].to_numpy()
-    edge = np.flatnonzero((number[source] >= 0) & to_end)
+    edge = np.flatnonzero((number[source] >= 0) & graph.edges["to_end"].to_numpy())
     communicates = np.isin(
         kind, [graph_schema.NODE_KINDS.index(name) for name in graph_schema.COMMUNICATION]
     )
@@ -117,7 +116,6 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
     pair = pl.concat_list("sender", "receiver")
     is_message = pl.col("kind").is_in(["send", "receive"])
     world = pl.lit(graph.world_size, dtype=pl.Int32)
-    all_ranks = pl.int_ranges(0, world, dtype=pl.Int32)
     members = (
         pl.when(is_message)
         .then(pl.when(pl.col("sender").is_not_null() & pl.col("receiver").is_not_null()).then(pair))
@@ -126,7 +124,7 @@ def _build_table(graph: Graph, meeting: Ints, part: Ints, part_operation: Ints) 
         .when(pl.col("group_size").fill_null(pl.col("parts")) == pl.col("parts"))
         .then("recorded")
         .when(pl.col("group_size") == world)
-        .then(all_ranks)
+        .then(pl.int_ranges(0, world, dtype=pl.Int32))
     )
     table = table.with_columns(members.alias("members")).with_columns(
         # Both ends of a message are members, whatever their group.
@@ -480,13 +478,12 @@ class _Pricing:
         )
         use = LinkUse(self.network)
         memory = machine.device.memory if machine.device else None
-        reduction = _REDUCED * 1e9 / memory if memory else 0.0
         end_ns = finish_times(
             plan,
             self.network,
             order,
             np.zeros(len(members)),
-            reduction_ns_per_byte=reduction,
+            reduction_ns_per_byte=_REDUCED * 1e9 / memory if memory else 0.0,
             use=use,
         )
         links = np.flatnonzero(use.bytes > 0)

@@ -213,13 +213,12 @@ class Dimensions:
         window = min(int(algorithm.removeprefix("direct") or peer_count), peer_count)
         schedule, reduced = _build_direct_phase(kind, ranks, chunk, window, is_whole=bool(stride))
         _check_sizes(schedule, f"{algorithm} {kind} of {chunk} bytes")
-        rounds = window == peer_count and kind != "all_reduce"
         return CollectivePhase(
             dimension,
             schedule,
             stride,
             self.delay_ns if stride else FAST_DELAY_NS,
-            0 if rounds else window,
+            0 if window == peer_count and kind != "all_reduce" else window,
             reduced,
         )
 
@@ -693,10 +692,9 @@ class OrderedLinks:
             "Ring": lambda kind, place: (place, (place + (-1 if kind else 1)) % count),
         }
         link = ends[self._fabric.topologies[0]]
-        used = np.flatnonzero(self._state[1] >= 0)
         return {
             link(*divmod(number, count)): self._state[3:6, number].tolist()
-            for number in used.tolist()
+            for number in np.flatnonzero(self._state[1] >= 0).tolist()
         }
 
 

@@ -158,10 +158,9 @@ def find_measured_end_times(graph: Graph) -> dict[int, int]:
     recorded_nodes = graph.nodes.filter(pl.col("lane").is_not_null()).with_columns(
         end=pl.col("start_ns") + pl.col("duration_ns")
     )
-    job_start_ns = recorded_nodes["start_ns"].min()
     rows = (
         recorded_nodes.group_by("rank")
-        .agg(pl.col("end").max() - job_start_ns)
+        .agg(pl.col("end").max() - recorded_nodes["start_ns"].min())
         .drop_nulls("rank")
         .sort("rank")
     )
@@ -380,8 +379,7 @@ def _build_node_table(ranks: list[RunningRank]) -> pl.DataFrame:
 def _build_link_table(engine: AstraEngine, network: AstraSimNetwork) -> pl.DataFrame:
     """Returns `Simulation.links`, if links are queues."""
     usage = engine.links.usage if engine.links else {}
-    switch_node = network.sizes[0]
-    switch_name = {switch_node: "switch"} if network.topologies[0] == "Switch" else {}
+    switch_name = {network.sizes[0]: "switch"} if network.topologies[0] == "Switch" else {}
     rows = [
         {
             "link": number,

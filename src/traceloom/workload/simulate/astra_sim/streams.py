@@ -231,8 +231,7 @@ class CollectiveStream:
         """Starts the phase when its turn in the queue has come."""
         phase = self._phase
         assert phase is not None
-        members = get_members(phase, self._queues.rank, self._group)
-        self._ranks = members.tolist()
+        self._ranks = get_members(phase, self._queues.rank, self._group).tolist()
         self._steps = build_steps(phase.schedule)[self._ranks.index(self._queues.rank)]
         self._step = self._arrived = self._free = self._sent = 0
         if phase.window:
@@ -411,10 +410,9 @@ def _list_rounds(schedule: Schedule, memory_rate: float) -> list[tuple[Round, bo
     listed: dict[int, tuple[Round, bool, Ints]] = {}
     for part in schedule.rounds:
         if id(part) not in listed:
-            counts = np.bincount(part.target, minlength=schedule.ranks)
             listed[id(part)] = (
                 part,
-                bool((counts == 1).all()),
+                bool((np.bincount(part.target, minlength=schedule.ranks) == 1).all()),
                 _compute_reduction_ns(part, memory_rate),
             )
     return [listed[id(part)] for part in schedule.rounds]
@@ -453,8 +451,7 @@ def _find_first_senders(schedule: Schedule) -> Bools:
 
 def _compute_reduction_ns(part: Round, memory_rate: float) -> Ints:
     """Returns the time of reductions: a message is read twice and written once."""
-    reading = convert_to_ns(part.reduced / memory_rate * 1e9)
-    return 3 * reading
+    return 3 * convert_to_ns(part.reduced / memory_rate * 1e9)
 
 
 def _compute_all_to_all_ends(
