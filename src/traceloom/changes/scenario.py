@@ -446,11 +446,13 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
     calls = nodes[np.unique(source[launches])].sort("start_ns", "node")
     first = calls.unique(["rank", "step"], keep="first", maintain_order=True)
     other_calls = calls.join(first, on="node", how="anti")
-    host = nodes.filter(
-        pl.col("kind").is_in([graph_schema.HOST, graph_schema.LAUNCH]) & pl.col("op").is_not_null()
-    )
-    enclosing = host.join(other_calls, on=["rank", "op"], how="semi", nulls_equal=True).join(
-        first, on=["rank", "op"], how="anti", nulls_equal=True
+    enclosing = (
+        nodes.filter(
+            pl.col("kind").is_in([graph_schema.HOST, graph_schema.LAUNCH])
+            & pl.col("op").is_not_null()
+        )
+        .join(other_calls, on=["rank", "op"], how="semi", nulls_equal=True)
+        .join(first, on=["rank", "op"], how="anti", nulls_equal=True)
     )
     out.work_ns[other_calls["node"].to_numpy()] = 0
     out.work_ns[enclosing["node"].to_numpy()] = 0

@@ -241,10 +241,12 @@ def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl
     after = summarize_path(changed, find_critical_path(changed), start_ns).select(
         "what", "kind", after_ns="time_ns"
     )
-    both = before.join(
-        after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True
-    ).fill_null(0)
-    return both.sort("before_ns", "after_ns", descending=True).pipe(cast_to_schema, PARTS)
+    return (
+        before.join(after, on=["what", "kind"], how="full", coalesce=True, nulls_equal=True)
+        .fill_null(0)
+        .sort("before_ns", "after_ns", descending=True)
+        .pipe(cast_to_schema, PARTS)
+    )
 
 
 def changed_graph(graph: Graph, scenario: Scenario, times: Ints) -> Graph:

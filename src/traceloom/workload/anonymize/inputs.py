@@ -185,8 +185,11 @@ def find(paths: list[Path]) -> InputFiles:
             seen_paths.add(path.resolve())
             sources.files.append(InputFile(path, detect_kind(path), rank=_parse_rank(path)))
     if not sources.files:
-        location = ", ".join(str(path) for path in paths)
-        raise InputError("there is no trace in it", slug="no-traces", where=location)
+        raise InputError(
+            "there is no trace in it",
+            slug="no-traces",
+            where=", ".join(str(path) for path in paths),
+        )
     # New names consist of rank and kind, without the old ones; several captures get a folder each.
     has_several = len(sources.captures) > 1 or (
         bool(sources.captures)

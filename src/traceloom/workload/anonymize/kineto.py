@@ -248,9 +248,9 @@ class Arguments:
         table |= dict.fromkeys(("finished", "Is asynchronized op"), _TRUE.get)
         table |= dict.fromkeys(("Input Dims", "Input dims"), shapes.dims)
         table |= dict.fromkeys(("In split size", "Out split size"), shapes.splits)
-        copy_word = self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None)
         table |= dict.fromkeys(
-            ("kind", "copy kind", "src kind", "dst kind", "direction"), copy_word
+            ("kind", "copy kind", "src kind", "dst kind", "direction"),
+            self._text(lambda text: text if _COPY_WORD.fullmatch(text) else None),
         )
         table |= {
             "Input Strides": shapes.dims,
@@ -352,9 +352,7 @@ class Arguments:
 
 def check_number(raw: bytes) -> bytes | None:
     """Returns a number, a quoted integer or null unchanged; None for anything else."""
-    if _NUMBER.fullmatch(raw) or _QUOTED.fullmatch(raw) or raw == b"null":
-        return raw
-    return None
+    return raw if _NUMBER.fullmatch(raw) or _QUOTED.fullmatch(raw) or raw == b"null" else None
 
 
 def decode_json(raw: bytes) -> Any:
@@ -373,9 +371,7 @@ def _make_integer_rule(function: Callable[[int], int]) -> Rule:
     def rule(raw: bytes) -> bytes | None:
         if raw.lstrip(b"-").isdigit() and len(raw) <= 20:
             return b"%d" % function(int(raw))
-        if _QUOTED.fullmatch(raw):
-            return b'"%d"' % function(int(raw[1:-1]))
-        return None
+        return b'"%d"' % function(int(raw[1:-1])) if _QUOTED.fullmatch(raw) else None
 
     return rule
 
@@ -487,8 +483,9 @@ class _Rewriter:
                 entries = _decode_entries(part)
                 account.entries_in += len(entries)
                 starts = [entry.get("ts", _MISSING) for entry in entries]
-                lasting = [entry.get("dur", _MISSING) for entry in entries]
-                start, duration, has_time, long = parse_text_times(starts, lasting)
+                start, duration, has_time, long = parse_text_times(
+                    starts, [entry.get("dur", _MISSING) for entry in entries]
+                )
                 start = start + (facts.base_ns - facts.origin_ns)
                 duration = np.where(long, duration, 0)
                 columns = zip(

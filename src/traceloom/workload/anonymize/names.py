@@ -185,9 +185,12 @@ class Pseudonyms:
         if self._policy.names == KEEP:
             return self.keep(name)
         optimizer, backend = _OPTIMIZER.fullmatch(name), _BACKEND.fullmatch(name)
-        if name in read_sections()["regions"] or STEP.fullmatch(name) or _LOADER.fullmatch(name):
-            return name
-        if optimizer and optimizer[2] in read_sections()["optimizers"]:
+        if (
+            name in read_sections()["regions"]
+            or STEP.fullmatch(name)
+            or _LOADER.fullmatch(name)
+            or (optimizer and optimizer[2] in read_sections()["optimizers"])
+        ):
             return name
         if name.startswith(_EVALUATE):
             new_name = _EVALUATE + self.host(name[len(_EVALUATE) :])

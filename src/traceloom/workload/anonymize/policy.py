@@ -96,8 +96,10 @@ class Policy:
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
-                message = f"expected `{name}` to be one of {', '.join(choices)}, got {value!r}"
-                raise UsageError(message, slug="wrong-usage")
+                raise UsageError(
+                    f"expected `{name}` to be one of {', '.join(choices)}, got {value!r}",
+                    slug="wrong-usage",
+                )
 
     def with_structure(self, structure: str | None) -> Policy:
         """Returns the policy with the command line's `--structure`, if given."""
@@ -111,8 +113,11 @@ class Policy:
             UsageError: slug `wrong-usage`: a collapsed structure cannot be replayed.
         """
         if self.structure == COLLAPSE:
-            hint = "leave --structure collapse out, or --for replay"
-            raise UsageError("what is collapsed cannot be replayed", slug="wrong-usage", hint=hint)
+            raise UsageError(
+                "what is collapsed cannot be replayed",
+                slug="wrong-usage",
+                hint="leave --structure collapse out, or --for replay",
+            )
         shapes = self.shapes if self.shapes == KEEP else FIT
         return replace(self, shapes=shapes, scalars=self.scalars if self.scalars == KEEP else CALLS)
 
@@ -162,8 +167,11 @@ def read_policy(path: Path | None) -> Policy:
             try:
                 re.compile("|".join(f"(?:{item})" for item in value) if key == "keep_names" else "")
             except re.error as error:
-                message = f"a text in `keep_names` is no regular expression: {error}"
-                raise InputError(message, slug="bad-policy", where=location) from error
+                raise InputError(
+                    f"a text in `keep_names` is no regular expression: {error}",
+                    slug="bad-policy",
+                    where=location,
+                ) from error
             settings[key] = tuple(value)
         elif key in CHOICES:
             if value not in CHOICES[key]:
@@ -175,9 +183,11 @@ def read_policy(path: Path | None) -> Policy:
                 )
             settings[key] = value
         else:
-            hint = f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}"
             raise InputError(
-                f"`{key}` is no part of a policy", slug="bad-policy", where=location, hint=hint
+                f"`{key}` is no part of a policy",
+                slug="bad-policy",
+                where=location,
+                hint=f"a policy has {', '.join([*CHOICES, 'keep_names', 'keep_arguments'])}",
             )
     return Policy(**settings)
 

@@ -95,8 +95,9 @@ class Tensors:
             for argument_fields in zip(values, kinds, operator.arguments, strict=False)
         ]
         if (operator.namespace, operator.name) == ("aten", "arange"):
-            names = [argument.name for argument in operator.arguments]
-            return self._count_anew(names, values, rewritten)
+            return self._count_anew(
+                [argument.name for argument in operator.arguments], values, rewritten
+            )
         return rewritten
 
     def _count_anew(self, names: list[str], values: list[Any], rewritten: list[Any]) -> list[Any]:

@@ -113,9 +113,9 @@ class ComparedPart:
         """
         if self.same:
             return EXACT
-        if self.sizes and not self.counted:
-            return ROUNDED
-        if rounded and self.name == "graph edges" and self.off <= _FEW_EDGES:
+        if (self.sizes and not self.counted) or (
+            rounded and self.name == "graph edges" and self.off <= _FEW_EDGES
+        ):
             return ROUNDED
         return GIVEN_UP if collapsed and self.name in STRUCTURE_PARTS else CHANGED
 
@@ -452,10 +452,9 @@ def _list_odd_factors(plan: ReplayPlan, nodes: set[_Node]) -> Iterator[tuple[_No
     """Yields the odd prime factors of all sizes of nodes; powers of two are never rounded."""
     for rank, rank_plan in plan.ranks.items():
         shapes, calls = rank_plan.tensors["shape"], rank_plan.calls["arguments"]
-        selected_ops = rank_plan.ops.filter(
+        for row in rank_plan.ops.filter(
             pl.col("node").is_in([node for node_rank, node in nodes if node_rank == rank])
-        )
-        for row in selected_ops.iter_rows(named=True):
+        ).iter_rows(named=True):
             sizes = {
                 size
                 for tensor in (*row["inputs"], *row["outputs"])

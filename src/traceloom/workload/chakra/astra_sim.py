@@ -230,8 +230,13 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
     meeting = nodes.filter(pl.col("node_kind") == graph_schema.RENDEZVOUS).select(
         meeting="node", met="start_ns"
     )
-    rendezvous_edges = graph.edges.filter(pl.col("to_end")).select(meeting="source", node="target")
-    met = rendezvous_edges.join(meeting, on="meeting").group_by("node").agg(pl.col("met").max())
+    met = (
+        graph.edges.filter(pl.col("to_end"))
+        .select(meeting="source", node="target")
+        .join(meeting, on="meeting")
+        .group_by("node")
+        .agg(pl.col("met").max())
+    )
     rows = (
         graph.communication.select(
             "node",
@@ -247,17 +252,19 @@ def _add_times(graph: Graph, numbers: dict[int, int]) -> pl.DataFrame:
         .join(nodes, on="node", how="left", maintain_order="left")
         .join(met, on="node", how="left", maintain_order="left")
     )
-    number = {"old": list(numbers), "new": list(numbers.values())}
-    renamed = pl.DataFrame(number, schema={"old": pl.Int64, "new": pl.Int64})
+    renamed = pl.DataFrame(
+        {"old": list(numbers), "new": list(numbers.values())},
+        schema={"old": pl.Int64, "new": pl.Int64},
+    )
     # Bytes as defined by ASTRA-sim: a rank's input; for all_gather its own part.
     kind, out, ranks = pl.col("kind"), pl.col("out_bytes"), pl.col("group_size").cast(pl.Int64)
-    scaled = (
+    from_out = (
         pl.when(kind == "all_gather")
         .then(out // ranks)
         .when(kind == "reduce_scatter")
         .then(out * ranks)
+        .otherwise(out)
     )
-    from_out = scaled.otherwise(out)
     put_in = pl.when(pl.col("node_kind") == graph_schema.RECEIVE).then(None).otherwise("in_bytes")
     size = pl.coalesce(
         pl.when(put_in > 0).then(put_in), pl.when(from_out > 0).then(from_out), "bytes"
@@ -332,10 +339,9 @@ def _join_by_order(rows: pl.DataFrame) -> tuple[pl.DataFrame, int]:
             pl.col("start_ns").max().over("name", "turn").alias("last"),
         )
     )
-    joined = rows.join(
+    numbered = rows.join(
         ordered.select("node", "order", "last"), on="node", how="left", maintain_order="left"
-    )
-    numbered = joined.with_columns(
+    ).with_columns(
         pl.coalesce("instance", "order").alias("instance"),
         pl.coalesce("last", "met_ns").alias("met_ns"),
     )
@@ -614,8 +620,9 @@ def build_rank_files(
     exact = is_for_simulators(graph)
     retained = works | (((frame["duration_us"].to_numpy() > 0) & leading | exact) & (not gpu_only))
     waits = find_awaited_units(units, retained)
-    pairs = np.stack([waits.target, waits.source], axis=1)
-    nodes = _Nodes(frame, pairs, np.zeros((0, 2), np.int64))
+    nodes = _Nodes(
+        frame, np.stack([waits.target, waits.source], axis=1), np.zeros((0, 2), np.int64)
+    )
     job_start_ns = int(graph.nodes["start_ns"].min() or 0)  # type: ignore[arg-type]
     # Long unexplained times before GPU work, per node: they occur in traces without host events and
     # on devices that were busy with other work before the window.
@@ -810,8 +817,9 @@ def _build_file(nodes: _Nodes, retained: Bools, rank: int) -> SimulatorNodes:
     """Returns the nodes of one rank: under the ids of another writer's file, else numbered from 1
     in the order of their starts.
     """
-    in_rank = retained & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
-    rows = np.flatnonzero(in_rank)
+    rows = np.flatnonzero(
+        retained & (nodes.frame["rank"] == rank).fill_null(value=False).to_numpy()
+    )
     given = nodes.frame["id"][rows]
     key = nodes.frame["start_ns"][rows] if given.null_count() == len(rows) else given.fill_null(0)
     rows = rows[np.argsort(key.to_numpy(), kind="stable")]
@@ -905,8 +913,12 @@ def _hang(files: Sequence[SimulatorNodes], groups: dict[str, list[int]]) -> bool
 
     tables = tuple(file.read_back(f"workload.{rank}.et") for rank, file in enumerate(files))
     members = {name: tuple(ranks) for name, ranks in groups.items()}
-    place = FileSet("", (), whole=True, groups=None)
-    workload = Workload(place, tuple(range(len(files))), tables, GroupFile(members=members))
+    workload = Workload(
+        FileSet("", (), whole=True, groups=None),
+        tuple(range(len(files))),
+        tables,
+        GroupFile(members=members),
+    )
     try:
         simulate_on_plain_network(workload)
     except CheckError:

@@ -191,8 +191,9 @@ def find_awaited_units(units: Units, retained: Bools) -> AwaitedUnits:
     position = np.empty(2 * count, np.int64)
     position[order] = np.arange(2 * count)
     position = position[0::2]  # of the starts: a later unit of a chain is later in the order
-    queue_of = np.where(np.isin(lane, units.queues), lane, -1)
-    chain = _assign_chains(order, source, target, retained, queue_of)
+    chain = _assign_chains(
+        order, source, target, retained, np.where(np.isin(lane, units.queues), lane, -1)
+    )
     # For every unit and each chain: the last kept unit that must have ended before the unit starts.
     positions, is_kept = position.tolist(), retained.tolist()
     target_order = np.argsort(target, kind="stable")

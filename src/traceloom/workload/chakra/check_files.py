@@ -378,8 +378,9 @@ def format_collective_type(number: int | None) -> str:
 
 def find_wrong_nodes(workload: Workload, broken: pl.Expr) -> Iterator[tuple[int, Ints]]:
     """Yields the files with nodes for which an expression holds, and the rows of these nodes."""
-    nodes = workload.nodes.filter(broken)
-    for (file,), rows in nodes.select("file", "row").group_by("file", maintain_order=True):
+    for (file,), rows in (
+        workload.nodes.filter(broken).select("file", "row").group_by("file", maintain_order=True)
+    ):
         yield int(str(file)), rows["row"].to_numpy()
 
 
@@ -410,9 +411,11 @@ def check_attributes(workload: Workload, findings: Findings) -> None:
             missing_attributes.append(
                 workload.nodes.filter(broken).select("file", "row", pl.lit(name).alias("attribute"))
             )
-    odd_attributes = workload.odd.with_columns(pl.col("attribute").cast(pl.String))
     lacks = pl.concat(missing_attributes).join(
-        odd_attributes, on=["file", "row", "attribute"], how="anti", maintain_order="left"
+        workload.odd.with_columns(pl.col("attribute").cast(pl.String)),
+        on=["file", "row", "attribute"],
+        how="anti",
+        maintain_order="left",
     )
     for (file,), rows in lacks.group_by("file", maintain_order=True):
         table = workload.tables[int(str(file))]
@@ -591,10 +594,9 @@ def check_astra_sim(workload: Workload, findings: Findings) -> None:
     invalid_names = [
         name for name in grouped_nodes["pg_name"].unique() if not is_number(name, min_value=0)
     ]
-    nodes_by_group = grouped_nodes.filter(pl.col("pg_name").is_in(invalid_names)).group_by(
-        "file", "pg_name", maintain_order=True
-    )
-    for (number, name), nodes in nodes_by_group:
+    for (number, name), nodes in grouped_nodes.filter(
+        pl.col("pg_name").is_in(invalid_names)
+    ).group_by("file", "pg_name", maintain_order=True):
         file = int(str(number))
         table, rows = workload.tables[file], nodes["row"].to_numpy()
         in_odd = describe_nodes(table, rows, f"is in group `{name}`")

@@ -161,10 +161,12 @@ def _check_numbers(
         (pl.col("type") == COLLECTIVE)
         & pl.col("comm_type").ne_missing(CollectiveCommType.BROADCAST)
     ).with_columns(before=pl.int_range(pl.len()).over("file"))
-    common = carried.filter(pl.col("pg_name").fill_null("").is_in(ALL)).with_columns(
-        turn=pl.int_range(pl.len()).over("file")
+    differ = (
+        carried.filter(pl.col("pg_name").fill_null("").is_in(ALL))
+        .with_columns(turn=pl.int_range(pl.len()).over("file"))
+        .filter(pl.col("before").n_unique().over("turn") > 1)
+        .sort("turn", "file")
     )
-    differ = common.filter(pl.col("before").n_unique().over("turn") > 1).sort("turn", "file")
     if differ.height:
         first = differ.row(0, named=True)
         other = differ.filter(turn=first["turn"]).filter(pl.col("before") != first["before"])
@@ -301,10 +303,11 @@ def _match_messages(
         (sent, received, "target", "is never received by"),
         (received, sent, "source", "is never sent by"),
     ):
-        lost = messages.join(counterparts, on=[*keys, "turn"], how="anti").filter(
-            pl.col(peer).is_in(present)
-        )
-        for (number,), rows in lost.group_by("file", maintain_order=True):
+        for (number,), rows in (
+            messages.join(counterparts, on=[*keys, "turn"], how="anti")
+            .filter(pl.col(peer).is_in(present))
+            .group_by("file", maintain_order=True)
+        ):
             part = parts[int(str(number))]
             examples = (
                 (

@@ -96,9 +96,11 @@ def read_shape(blocks: Iterator[Block], location: str) -> DependencyShape:
         for lists, out in ((columns.control, dependencies[0]), (columns.data, dependencies[1])):
             per_node: list[list[int]] = [[] for _ in range(len(columns))]
             values = lists.values.view(np.uint64).tolist()
-            list_ends = np.cumsum(lists.count).tolist()
             for row, end, count in zip(
-                lists.row.tolist(), list_ends, lists.count.tolist(), strict=True
+                lists.row.tolist(),
+                np.cumsum(lists.count).tolist(),
+                lists.count.tolist(),
+                strict=True,
             ):
                 per_node[row] = values[end - count : end]
             out.extend(per_node)
@@ -531,9 +533,7 @@ def open_messages(path: str | Path, *, strict: bool = False) -> EtReader | JsonR
         file_format = (
             "json" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith((b"{", b"[")) else "et"
         )
-    if file_format == "et":
-        return EtReader(path, strict=strict)
-    return JsonReader(path, strict=strict)
+    return EtReader(path, strict=strict) if file_format == "et" else JsonReader(path, strict=strict)
 
 
 def write_messages(

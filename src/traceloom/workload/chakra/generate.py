@@ -551,9 +551,12 @@ class _RankProgram:
             sum(_WEIGHTS.values()) * options.hidden**2 * self.own_layers // options.tensor_parallel
         )
         operations, size = _ADAM_OPERATIONS * weights, _ADAM_BYTES * weights
-        after = [*self.last, *self.gradients]
         self.program.compute(
-            "optimizer", after, us=self.us(operations, size), operations=operations, size=size
+            "optimizer",
+            [*self.last, *self.gradients],
+            us=self.us(operations, size),
+            operations=operations,
+            size=size,
         )
 
     def neighbour(self, step: int) -> int | None:
@@ -598,10 +601,9 @@ class _RankProgram:
                     * _ELEMENT_BYTES
                 )
                 after, name = [*self.last, *self.gradients[-1:]], f"layer {layer} gradients"
-                node = program.collective(
-                    "ALL_REDUCE", size, after, group=self.data_group, name=name
+                self.gradients.append(
+                    program.collective("ALL_REDUCE", size, after, group=self.data_group, name=name)
                 )
-                self.gradients.append(node)
 
     def us(self, operations: int, size: int) -> int:
         """Returns the roofline time in µs: the longer of computation and memory traffic, at least

@@ -192,11 +192,6 @@ def encode_edges(edges: pl.DataFrame) -> pl.Series:
     ).to_series()
 
 
-def list_code_names() -> dict[str, list[str]]:
-    """Returns the meaning of the numbers in an edge's code, as stored in the metadata."""
-    return {"edge_kinds": list(EDGE_KINDS), "evidence_kinds": list(EVIDENCE)}
-
-
 _DAMAGE = (
     LookupError,
     TypeError,
@@ -253,7 +248,8 @@ def build_metadata(
     message.attr.extend(
         AttributeProto(name=name, int64_val=number) for name, number in numbers.items()
     )
-    for name, values in list_code_names().items():
+    # The meaning of the numbers in an edge's code
+    for name, values in (("edge_kinds", EDGE_KINDS), ("evidence_kinds", EVIDENCE)):
         message.attr.add(name=name).string_list.values.extend(values)
     return message
 
@@ -306,10 +302,16 @@ class Header:
             self.loose_edges = _decode_rows(values["loose_edges"], "edges")
         except _DAMAGE as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            message = f"its metadata is not that of a graph: {reason}"
-            raise InputError(message, slug="chakra-damaged", where=location) from error
+            raise InputError(
+                f"its metadata is not that of a graph: {reason}",
+                slug="chakra-damaged",
+                where=location,
+            ) from error
 
 
 def _decode_rows(text: str, name: str, *extra_columns: str) -> pl.DataFrame:
-    schema = pl.Schema({**dict.fromkeys(extra_columns, pl.UInt32()), **GRAPH_SCHEMAS[name]})
-    return pl.DataFrame(json.loads(text), schema=schema, orient="row")
+    return pl.DataFrame(
+        json.loads(text),
+        schema=pl.Schema({**dict.fromkeys(extra_columns, pl.UInt32()), **GRAPH_SCHEMAS[name]}),
+        orient="row",
+    )

@@ -91,8 +91,11 @@ def read_part(header: Header, blocks: Iterable[Block], location: str) -> GraphPa
         OverflowError,
         RecursionError,
     ) as error:
-        message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-        raise InputError(message, slug="chakra-damaged", where=location) from error
+        raise InputError(
+            f"its nodes are not those of a graph: {str(error).splitlines()[0]}",
+            slug="chakra-damaged",
+            where=location,
+        ) from error
 
 
 def _decode_frames(columns: NodeColumns, header: Header) -> dict[str, pl.DataFrame]:
@@ -424,10 +427,11 @@ def write_ranks(graph: Graph, directory: str | Path, *, force: bool = False) -> 
 
 def list_groups(graph: Graph) -> dict[str, list[int]]:
     """Returns the members of every group whose members are known, by the group's name."""
-    known_groups = graph.communication.filter(
-        pl.col("group").is_not_null() & pl.col("ranks").is_not_null()
+    first = (
+        graph.communication.filter(pl.col("group").is_not_null() & pl.col("ranks").is_not_null())
+        .unique("group", keep="first", maintain_order=True)
+        .sort("group")
     )
-    first = known_groups.unique("group", keep="first", maintain_order=True).sort("group")
     return dict(zip(first["group"].to_list(), first["ranks"].to_list(), strict=True))
 
 
@@ -517,8 +521,11 @@ def _build_graph(sources: Sequence[_Source], location: str) -> Graph:
             TypeError,
             OverflowError,
         ) as error:
-            message = f"its nodes are not those of a graph: {str(error).splitlines()[0]}"
-            raise InputError(message, slug="chakra-damaged", where=location) from error
+            raise InputError(
+                f"its nodes are not those of a graph: {str(error).splitlines()[0]}",
+                slug="chakra-damaged",
+                where=location,
+            ) from error
         return graph
     if any(from_graph):
         raise InputError(
@@ -579,5 +586,9 @@ def concatenate_graphs(graphs: Sequence[Graph], name: str) -> Graph:
     merged: dict[str, Any] = {
         frame: pl.concat(parts) for frame, parts in frames.items() if frame != "delays"
     }
-    notices = tuple(notice for graph in graphs for notice in graph.notices)
-    return replace(graphs[0], name=name, notices=notices, **merged)
+    return replace(
+        graphs[0],
+        name=name,
+        notices=tuple(notice for graph in graphs for notice in graph.notices),
+        **merged,
+    )

@@ -111,15 +111,16 @@ class GraphWriter:
             .select("rank", "host_op", "node")
             .unique(["rank", "host_op"], keep="first", maintain_order=True)
         )
-        ops = graph.host_ops.with_row_index("row").with_columns(
-            first=pl.struct("rank", "id").is_first_distinct()
-        )
-        hosts = ops.join(
-            first,
-            left_on=["rank", "id"],
-            right_on=["rank", "host_op"],
-            how="left",
-            maintain_order="left",
+        hosts = (
+            graph.host_ops.with_row_index("row")
+            .with_columns(first=pl.struct("rank", "id").is_first_distinct())
+            .join(
+                first,
+                left_on=["rank", "id"],
+                right_on=["rank", "host_op"],
+                how="left",
+                maintain_order="left",
+            )
         )
         self._hosts = hosts.with_columns(node=pl.when("first").then("node")).drop("first")
         # Per lane, with an extra entry for nodes without a lane.
@@ -230,8 +231,9 @@ class GraphWriter:
         moved = np.isin(types, [int(NodeType.MEM_LOAD_NODE), int(NodeType.MEM_STORE_NODE)])
         has_size = moved & nodes["bytes"].is_not_null().to_numpy()
         if has_size.any():
-            sizes = nodes["bytes"].fill_null(0).to_numpy()
-            fields += encode.encode_number_attribute("tensor_size", "uint64_val", sizes, has_size)
+            fields += encode.encode_number_attribute(
+                "tensor_size", "uint64_val", nodes["bytes"].fill_null(0).to_numpy(), has_size
+            )
         if transfer is not None and transfer["node_there"].null_count() < transfer.height:
             for name, column in layout.TRANSFER_TEXTS.items():
                 fields += encode.encode_text_attribute(name, transfer[column])

@@ -217,8 +217,10 @@ def bind_call(
     device = torch.device(device)
     if recorded_schema.qualified == RECORD_STREAM:
         if device.type == "cpu":
-            text = "it keeps memory of a GPU for a stream, and the replay runs on the CPU, where there is nothing to do"
-            raise BindError("no-gpu", text)
+            raise BindError(
+                "no-gpu",
+                "it keeps memory of a GPU for a stream, and the replay runs on the CPU, where there is nothing to do",
+            )
         return BoundCall(_record_current_stream, [None], places=[((0,), 0)])
     if reason := find_refusal(recorded_schema, allowed_namespaces):
         raise BindError(*reason)

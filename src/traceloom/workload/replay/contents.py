@@ -710,10 +710,10 @@ class _ConstraintFinder:
             return
         number = call.values.get("other")
         offset = _SHIFTS[call.base] * (number if isinstance(number, int) else 1)
-        bounds = Constraint(
-            "integers", max(demanded.low - offset, 0), max(demanded.high - offset, 0)
+        self.pass_on(
+            Constraint("integers", max(demanded.low - offset, 0), max(demanded.high - offset, 0)),
+            self.rows_of(call, "self", inputs),
         )
-        self.pass_on(bounds, self.rows_of(call, "self", inputs))
 
     def rows_of(self, call: _NamedCall, name: str, inputs: list[int]) -> list[int]:
         return [inputs[number] for number in call.inputs.get(name, ())]

@@ -206,11 +206,11 @@ def find_launched_work(trace: Trace, among: Bools) -> pl.DataFrame:
 
 def collect_graph_times(graph: Graph, rank: int, _chosen: Ints) -> RecordedTimes:
     """Returns the times in a saved graph: of each op the span of its nodes, in every step."""
-    nodes = graph.nodes.filter(
-        (pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null()
-    )
     spans = (
-        nodes.group_by("host_op", "op")
+        graph.nodes.filter(
+            (pl.col("rank") == rank) & pl.col("host_op").is_not_null() & pl.col("op").is_not_null()
+        )
+        .group_by("host_op", "op")
         .agg(
             pl.col("start_ns").min(),
             (pl.col("start_ns") + pl.col("duration_ns")).max().alias("end_ns"),
@@ -330,8 +330,11 @@ def _check_one_run(hosts: Sequence[HostTrace]) -> None:
             else ""
         )
         if difference:
-            text = f"{first.path} and {other.path} are of different runs: {difference}"
-            raise UsageError(text, slug="several-runs", hint="give the host traces of one run")
+            raise UsageError(
+                f"{first.path} and {other.path} are of different runs: {difference}",
+                slug="several-runs",
+                hint="give the host traces of one run",
+            )
 
 
 def _parse_time(text: str | None) -> datetime | None:

@@ -118,8 +118,11 @@ def _medians(all_series: Sequence[Series]) -> pl.DataFrame:
         )
         for series in all_series
     ]
-    columns = ["collective", "span", "ranks", "size_bytes", "bus_bytes", "transfer_ns", "error"]
-    return pl.DataFrame(rows, schema=columns, orient="row")
+    return pl.DataFrame(
+        rows,
+        schema=["collective", "span", "ranks", "size_bytes", "bus_bytes", "transfer_ns", "error"],
+        orient="row",
+    )
 
 
 def _measured_peak(recorded: Recorded) -> Peak:
@@ -235,8 +238,14 @@ def measure(
         return fit_machine(task, measure_here(task, process.rank, on_status))
     with processes.create_shared_directory() as directory:
         job = {"task": msgspec.to_builtins(replace(task, meeting=f"file://{directory}/meeting"))}
-        main = "traceloom.workload.replay.measure_rank"
-        answers = run_processes(main, job, range(count), directory, on_status, hint=FAILED_HINT)
+        answers = run_processes(
+            "traceloom.workload.replay.measure_rank",
+            job,
+            range(count),
+            directory,
+            on_status,
+            hint=FAILED_HINT,
+        )
     return fit_machine(task, msgspec.convert(answers[0]["recorded"], Recorded))
 
 
@@ -254,8 +263,11 @@ def _device(name: str | None) -> tuple[str, int]:
     if name is None:
         name = next(iter(counts))
     if not counts.get(name):
-        message = f"this torch ({torch.__version__}) has no device of the kind {name} here"
-        raise InputError(message, slug="no-device", hint=f"it has {', '.join(counts)}")
+        raise InputError(
+            f"this torch ({torch.__version__}) has no device of the kind {name} here",
+            slug="no-device",
+            hint=f"it has {', '.join(counts)}",
+        )
     return name, counts[name]
 
 
@@ -268,6 +280,9 @@ def _backend(name: str) -> str:
         if dist.is_backend_available(candidate)
     ]
     if name not in usable:
-        message = f"this torch has no backend `{name}`"
-        raise InputError(message, slug="no-backend", hint=f"it has {', '.join(usable)}")
+        raise InputError(
+            f"this torch has no backend `{name}`",
+            slug="no-backend",
+            hint=f"it has {', '.join(usable)}",
+        )
     return name

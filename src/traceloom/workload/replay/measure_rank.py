@@ -326,8 +326,9 @@ def measure_here(task: Task, rank: int, on_status: StatusCallback) -> Recorded:
             ]
             one_clock = process.one_clock
         except RuntimeError as error:  # torch's type of any failure
-            message = f"rank {rank} failed: {first_line(error)}"
-            raise PartialError(message, slug="rank-failed", hint=FAILED_HINT) from error
+            raise PartialError(
+                f"rank {rank} failed: {first_line(error)}", slug="rank-failed", hint=FAILED_HINT
+            ) from error
     return Recorded(transfers, kernel_series, omitted, name, one_clock)
 
 
@@ -360,8 +361,11 @@ def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
         )
     except (RuntimeError, ValueError, OSError) as error:
         message = f"rank {rank} does not find the others: {first_line(error)}"
-        hint = "give torchrun another --master-port; GLOO_SOCKET_IFNAME names the network to use"
-        raise InputError(message, slug="no-rendezvous", hint=hint) from error
+        raise InputError(
+            message,
+            slug="no-rendezvous",
+            hint="give torchrun another --master-port; GLOO_SOCKET_IFNAME names the network to use",
+        ) from error
     try:
         yield control
     finally:

@@ -487,8 +487,9 @@ def read_exchange(
     for value, value_kind, argument in zip(values, kinds, schema.arguments, strict=False):
         count = count_tensors(value_kind)
         if count:
-            part = [next(tensors) for _ in range(count)]
-            sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(part)
+            sides[argument.name.startswith(("output", "out")) or kind == "recv"].extend(
+                [next(tensors) for _ in range(count)]
+            )
         elif argument.name in _PEERS:
             peer = _parse_rank(value)
         elif argument.name == "tag":

@@ -572,8 +572,9 @@ def create_view(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor of this geometry on the storage of another, whatever the other's type."""
     import torch
 
-    empty = torch.empty(0, dtype=getattr(torch, geometry.dtype), device=tensor.device)
-    return empty.set_(tensor.untyped_storage(), geometry.offset, geometry.shape, geometry.strides)
+    return torch.empty(0, dtype=getattr(torch, geometry.dtype), device=tensor.device).set_(
+        tensor.untyped_storage(), geometry.offset, geometry.shape, geometry.strides
+    )
 
 
 def _call_with_keywords(function: Callable[..., Any], names: Sequence[str], *arguments: Any) -> Any:

@@ -404,8 +404,12 @@ class RankScript:
                 len(consumed),
             )
             handles = [len(self._tensors) + op["collective"]] if row["asynchronous"] else []
-            wrapped = {**row, **op, "outputs": handles, "sent": len(consumed)}
-            self._add((*key, row["asynchronous"]), wrapped, [*consumed, *received], handles)
+            self._add(
+                (*key, row["asynchronous"]),
+                {**row, **op, "outputs": handles, "sent": len(consumed)},
+                [*consumed, *received],
+                handles,
+            )
         elif op["action"] == WAIT and not alone:
             if collectives[op["collective"]]["asynchronous"]:
                 self._add("wait", op, [len(self._tensors) + op["collective"]], ())
@@ -558,8 +562,13 @@ class RankScript:
         call = self.expression(
             {**op, "outputs": []}, [names[register] for register in op["inputs"]]
         )
-        lines = [*self.external(names, names.__getitem__), f"return lambda: {call}"]
-        return format_function(f"case_{number}", "", "Callable[[], Any]", description, lines)
+        return format_function(
+            f"case_{number}",
+            "",
+            "Callable[[], Any]",
+            description,
+            [*self.external(names, names.__getitem__), f"return lambda: {call}"],
+        )
 
 
 def _is_whole(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:
@@ -636,10 +645,9 @@ class Functions:
             for line in bodies[number]:
                 if line.what < 0:
                     block, first = -1 - line.what, self.folded.parameters[-1 - line.what]
-                    handles = {
-                        r for k, r in enumerate(line.writes) if first + k in self._handles[block]
-                    }
-                    self._handles[number].update(handles)
+                    self._handles[number].update(
+                        {r for k, r in enumerate(line.writes) if first + k in self._handles[block]}
+                    )
                 elif text.meanings[line.what]["action"] == COLLECTIVE:
                     self._handles[number].update(line.writes)
         external_names: dict[int, str] = {}

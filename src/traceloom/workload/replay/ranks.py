@@ -250,9 +250,13 @@ def replay(
     with create_shared_directory() as directory:
         plan.save(directory / "run.plan")
         job = {"options": asdict(options)}
-        hint = "replay it alone with --ranks {rank}"
         answers = run_processes(
-            "traceloom.workload.replay.ranks", job, ranks, directory, on_status, hint=hint
+            "traceloom.workload.replay.ranks",
+            job,
+            ranks,
+            directory,
+            on_status,
+            hint="replay it alone with --ranks {rank}",
         )
     return _merge_results(plan, options, ranks, answers)
 
@@ -401,9 +405,12 @@ def _run_rank(  # noqa: PLR0917  (all of them are unrelated)
         return bool(flag.item())
 
     if store is not None:
-        limit = timedelta(seconds=options.timeout_s)
         dist.init_process_group(
-            "gloo", store=store, rank=process, world_size=len(ranks), timeout=limit
+            "gloo",
+            store=store,
+            rank=process,
+            world_size=len(ranks),
+            timeout=timedelta(seconds=options.timeout_s),
         )
         backend = options.backend or BACKENDS.get(device.type, "gloo")
         try:

@@ -68,11 +68,13 @@ def scale_plan(
     """
     if factors and batch is not None:
         plan, factors = scale_plan(plan, factors), None
-    ranks = {
-        rank: _Scaling(rank_plan, dict(factors or {}), batch).plan()
-        for rank, rank_plan in plan.ranks.items()
-    }
-    return replace(plan, ranks=ranks)
+    return replace(
+        plan,
+        ranks={
+            rank: _Scaling(rank_plan, dict(factors or {}), batch).plan()
+            for rank, rank_plan in plan.ranks.items()
+        },
+    )
 
 
 def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
@@ -87,8 +89,11 @@ def repeat_scope(plan: ReplayPlan, scope: str, times: int) -> ReplayPlan:
             "scope"
         ].str.starts_with(f"{scope}.")
         if (rank_plan.ops["action"].is_in(["collective", "wait"]) & in_scope).any():
-            text = f"`{scope}` holds collectives, which other ranks would have to repeat too"
-            raise UsageError(text, slug="cannot-resize", hint="repeat a scope that computes only")
+            raise UsageError(
+                f"`{scope}` holds collectives, which other ranks would have to repeat too",
+                slug="cannot-resize",
+                hint="repeat a scope that computes only",
+            )
         marked_ops = rank_plan.ops.with_columns(
             in_scope.alias("inside"), in_scope.rle_id().alias("stretch")
         )
@@ -368,10 +373,9 @@ class _Scaling:
             dense = compute_contiguous_strides(tuple(new[dim] for dim in order))
             strides = [dense[order.index(dim)] for dim in range(len(shape))]
         torch_dtype: torch.dtype = getattr(torch, dtype)
-        storage = torch.empty(
+        return torch.empty(
             _count_elements(offset, new, strides), dtype=torch_dtype, device="meta"
-        )
-        return storage.as_strided(new, strides, offset)
+        ).as_strided(new, strides, offset)
 
     def view(
         self, source: int, output: int, tensor: torch.Tensor, row: Mapping[str, Any]
@@ -484,8 +488,11 @@ class _Scaling:
 def _scale_size(size: int, factor: Fraction) -> int:
     new = size * factor
     if new.denominator != 1 or new < 1:
-        text = f"{size} x {float(factor):g} is no whole number above 0"
-        raise UsageError(text, slug="cannot-resize", hint="take another factor")
+        raise UsageError(
+            f"{size} x {float(factor):g} is no whole number above 0",
+            slug="cannot-resize",
+            hint="take another factor",
+        )
     return int(new)
 
 

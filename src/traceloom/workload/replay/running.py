@@ -243,8 +243,9 @@ def import_custom_ops(modules: Sequence[str], plans: Iterable[RankPlan] = ()) ->
     def namespaces() -> set[str]:
         return {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
 
-    own = find_own_modules(schema for plan in plans for schema in plan.calls["schema"])
-    for module in own.values():
+    for module in find_own_modules(
+        schema for plan in plans for schema in plan.calls["schema"]
+    ).values():
         with contextlib.suppress(ImportError):  # of another version: its ops get stand-ins
             importlib.import_module(module)
     before = namespaces()
@@ -253,9 +254,10 @@ def import_custom_ops(modules: Sequence[str], plans: Iterable[RankPlan] = ()) ->
         try:
             importlib.import_module(module)
         except ImportError as error:  # noqa: PERF203  (only a few modules)
-            hint = "install it, or start where it lies"
             raise UsageError(
-                f"--import {module}: {error}", slug="no-such-module", hint=hint
+                f"--import {module}: {error}",
+                slug="no-such-module",
+                hint="install it, or start where it lies",
             ) from error
     return frozenset(namespaces() - before)
 

@@ -472,8 +472,10 @@ def find_refusal(
             imported modules.
     """
     if schema.namespace not in NAMESPACES | extra_namespaces:
-        text = f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them"
-        return Refusal("custom-op", text)
+        return Refusal(
+            "custom-op",
+            f"ops of the namespace {schema.namespace!r} run only with --import and the module that brings them",
+        )
     name = f"{schema.namespace}::{schema.name}"
     if name in _UNSAFE:
         return Refusal("refused-op", f"{name} follows addresses or indices that it does not check")

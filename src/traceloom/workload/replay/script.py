@@ -330,8 +330,12 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
     ops = run_ops if op is None else run_ops.filter(pl.col("name") == op)
     if op is not None and not ops.height:
         names = run_ops["name"].unique().sort().to_list()
-        hint = nearest(op, names) + "the table of operators of `traceloom report` has their names"
-        raise UsageError(f"no op of the plan is named `{op}`", slug="no-such-op", hint=hint)
+        raise UsageError(
+            f"no op of the plan is named `{op}`",
+            slug="no-such-op",
+            hint=nearest(op, names)
+            + "the table of operators of `traceloom report` has their names",
+        )
     text = RankScript(rank_plan, seed, frozenset(), alone=True)
     cases = find_distinct_calls(rank_plan, ops).sort(
         "each_ns", "op", descending=[True, False], nulls_last=True
@@ -379,8 +383,11 @@ def find_distinct_calls(plan: RankPlan, ops: pl.DataFrame) -> pl.DataFrame:
     """
     inputs = ops.select("op", pl.col("inputs").alias("tensor")).explode("tensor")
     geometry = pl.struct("shape", "strides", "dtype").alias("geometries")
-    geometries = inputs.join(plan.tensors.select("tensor", geometry), on="tensor", how="left")
-    op_geometries = geometries.group_by("op", maintain_order=True).agg("geometries")
+    op_geometries = (
+        inputs.join(plan.tensors.select("tensor", geometry), on="tensor", how="left")
+        .group_by("op", maintain_order=True)
+        .agg("geometries")
+    )
     return (
         ops.select("op", "call", pl.col("durations_ns").list.median().alias("each_ns"))
         .join(op_geometries, on="op", how="left", maintain_order="left")

@@ -157,10 +157,14 @@ def rescale(
     work = work.with_columns(pl.Series("ns", base.work_ns[work["node"].to_numpy()]))
     if device is not None and not work.height:
         message = f"the job did its work on the CPU: {target_peak.name} takes none of it over"
-        hint = "--host-factor says how many times as long a CPU takes"
-        raise UsageError(message, slug="no-device-work", hint=hint)
-    copies = graph.transfers.select("node", copied="kind")
-    work = work.join(copies, on="node", how="left", maintain_order="left")
+        raise UsageError(
+            message,
+            slug="no-device-work",
+            hint="--host-factor says how many times as long a CPU takes",
+        )
+    work = work.join(
+        graph.transfers.select("node", copied="kind"), on="node", how="left", maintain_order="left"
+    )
     recorded_peak = None if recorded is None else parse_peak(recorded)
     if device is None:
         session, recorded_peak = None, target_peak

@@ -152,8 +152,10 @@ class Dimension:
             if first == second:
                 raise make_machine_error(f"the link [{first}, {second}] joins {first} with itself")
             if frozenset(wire[:2]) in pairs:
-                hint = "give one link with the bandwidth of both"
-                raise make_machine_error(f"the link [{first}, {second}] stands twice", hint)
+                raise make_machine_error(
+                    f"the link [{first}, {second}] stands twice",
+                    "give one link with the bandwidth of both",
+                )
             pairs.add(frozenset(wire[:2]))
             roots = sorted((root_of(first), root_of(second)))
             root.update(dict.fromkeys((first, second, *roots), roots[0]))
@@ -197,9 +199,9 @@ class AlgorithmRule:
         kind = "all_reduce" if self.collective == "barrier" else self.collective
         if kind not in KINDS_BY_ALGORITHM[self.use]:
             able = [name for name, kinds in KINDS_BY_ALGORITHM.items() if kind in kinds]
-            hint = f"{', '.join(able)} can do it" if able else "a send is one message"
             raise make_machine_error(
-                f"there is no {self.use} algorithm for {self.collective}", hint
+                f"there is no {self.use} algorithm for {self.collective}",
+                f"{', '.join(able)} can do it" if able else "a send is one message",
             )
 
 

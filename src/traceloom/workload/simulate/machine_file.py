@@ -226,8 +226,10 @@ def _set(document: dict[str, Any], keys: list[str], value: Any, override: str) -
                 )
             table = table[index]
         elif depth == 0 and key not in _TABLES:
-            hint = nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}"
-            raise _make_override_error(f"a machine has no table `{key}` in `{override}`", hint)
+            raise _make_override_error(
+                f"a machine has no table `{key}` in `{override}`",
+                nearest(key, _TABLES) + f"the tables are {', '.join(_TABLES)}",
+            )
         elif isinstance(table, dict):
             table = table.setdefault(key, [] if key in _LISTS else {})
     if not isinstance(table, dict):

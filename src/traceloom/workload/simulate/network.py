@@ -47,9 +47,7 @@ def build_fabric(dimension: Dimension) -> Fabric:
         return Grid(dimension)
     if dimension.topology == "fully-connected":
         return FullyConnected(dimension)
-    if dimension.topology == "links":
-        return ExplicitLinks(dimension)
-    return SwitchFabric(dimension)
+    return ExplicitLinks(dimension) if dimension.topology == "links" else SwitchFabric(dimension)
 
 
 class Grid:

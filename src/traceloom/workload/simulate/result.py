@@ -204,8 +204,9 @@ def build_rank_account(graph: Graph, begin_ns: int) -> pl.DataFrame:
         account[column] = of_ranks(subtract_spans(busy, merge_spans(*before)) if before else busy)
         before.append(busy)
     account["other_ns"] = end - np.sum([account[column] for column in _KINDS], axis=0)
-    columns = {name: RANKS[name] for name in RANKS if name != "before_ns"}
-    return pl.DataFrame(account).pipe(cast_to_schema, columns)
+    return pl.DataFrame(account).pipe(
+        cast_to_schema, {name: RANKS[name] for name in RANKS if name != "before_ns"}
+    )
 
 
 _MAX_LOADS = 32  # number of links whose load over time is kept
@@ -235,9 +236,10 @@ def assemble_simulation(
     """
     times_before, times = get_point_times(before.graph), get_point_times(after.graph)
     begin_ns = int(times_before.min()) if times.size else 0
-    own_ends = build_rank_account(before.graph, begin_ns).select("rank", before_ns="end_ns")
     ranks = build_rank_account(after.graph, begin_ns).join(
-        own_ends, on="rank", maintain_order="left"
+        build_rank_account(before.graph, begin_ns).select("rank", before_ns="end_ns"),
+        on="rank",
+        maintain_order="left",
     )
     nodes = after.graph.nodes.with_columns(
         start_ns=pl.Series(times[0::2] - begin_ns),
@@ -282,13 +284,14 @@ def _compare_paths(before: Graph, after: Graph, begin_ns: int) -> tuple[pl.DataF
         )
         for graph, path, column in ((before, first, "before_ns"), (after, second, "after_ns"))
     ]
-    both = (
+    path = (
         consists[0]
         .join(consists[1], on=["what", "kind"], how="full", coalesce=True, nulls_equal=True)
         .fill_null(0)
+        .sort("after_ns", "before_ns", "what", "kind", descending=[True, True, False, False])
+        .pipe(cast_to_schema, PATH)
     )
-    path = both.sort("after_ns", "before_ns", "what", "kind", descending=[True, True, False, False])
-    return path.pipe(cast_to_schema, PATH), _find_new_critical(after, first, second)
+    return path, _find_new_critical(after, first, second)
 
 
 def _find_new_critical(after: Graph, first: Path, second: Path) -> pl.DataFrame:
@@ -314,15 +317,13 @@ def _find_new_critical(after: Graph, first: Path, second: Path) -> pl.DataFrame:
         ]
     )
     keys = ["what", "kind", "rank", "name"]
-    counted = (
+    return (
         rows.filter(pl.col("time_ns") != 0)
         .group_by(keys)
         .agg(pl.len().alias("count"), pl.col("time_ns").sum())
+        .sort("time_ns", "count", *keys, descending=[True, True, False, False, False, False])
+        .pipe(cast_to_schema, BECAME)
     )
-    order = counted.sort(
-        "time_ns", "count", *keys, descending=[True, True, False, False, False, False]
-    )
-    return order.pipe(cast_to_schema, BECAME)
 
 
 def _build_collectives(
@@ -397,11 +398,10 @@ def _build_links(after: Evaluation, operations: Operations) -> pl.DataFrame:
             "waiting_ns": np.rint(after.evaluated.waiting_ns).astype(np.int64)[bundles.of_link],
         }
     )
-    table = modelled.links.join(bytes_of, on="link", how="left").join(
-        bundle_rows, on="link", how="left"
-    )
     return (
-        table.with_columns(pl.col("bytes", "busy_ns", "waiting_ns").fill_null(0))
+        modelled.links.join(bytes_of, on="link", how="left")
+        .join(bundle_rows, on="link", how="left")
+        .with_columns(pl.col("bytes", "busy_ns", "waiting_ns").fill_null(0))
         .sort("link")
         .pipe(cast_to_schema, LINKS)
     )

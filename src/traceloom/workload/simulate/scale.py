@@ -348,8 +348,9 @@ def scale(
         >>> from traceloom.workload.simulate.scale import scale
         >>> scale(graph, ranks=1024).p90_ns  # doctest: +SKIP
     """
-    job = RecordedJob(graph, roles, varied=varied, draws=draws, seed=seed)
-    return job.at(ranks=ranks, data_parallel=data_parallel, transfers=transfers)
+    return RecordedJob(graph, roles, varied=varied, draws=draws, seed=seed).at(
+        ranks=ranks, data_parallel=data_parallel, transfers=transfers
+    )
 
 
 def find_roles(session: Session) -> dict[str, str]:
@@ -444,8 +445,9 @@ def make_transfer_model(machine: Machine) -> TransferModel:
         )
         key_columns = ["key", "kind", "in_bytes", "out_bytes"]
         distinct = add_sizes(table.unique(key_columns, maintain_order=True))
-        recorded = distinct["recorded"].round().cast(pl.Int64).to_numpy()
-        transfers = compute_transfers(machine, distinct, recorded)
+        transfers = compute_transfers(
+            machine, distinct, distinct["recorded"].round().cast(pl.Int64).to_numpy()
+        )
         distinct = distinct.select(
             *key_columns,
             priced=pl.Series(transfers.time_ns),
@@ -493,8 +495,12 @@ def find_step_ends(graph: Graph) -> Floats:
     """
     begin_ns = pl.col("start_ns").min()
     nodes = graph.nodes.with_columns(end=pl.col("start_ns") + pl.col("duration_ns") - begin_ns)
-    works = nodes.filter(can_end_a_step(graph), pl.col("step") >= 0)
-    step_ends = works.group_by("step").agg(pl.col("end").max()).sort("step")["end"]
+    step_ends = (
+        nodes.filter(can_end_a_step(graph), pl.col("step") >= 0)
+        .group_by("step")
+        .agg(pl.col("end").max())
+        .sort("step")["end"]
+    )
     all_ends = step_ends if step_ends.len() else nodes.select(pl.col("end").max())["end"]
     last: Floats = np.maximum.accumulate(all_ends.to_numpy()).astype(np.float64)
     return last[np.newaxis]
@@ -528,7 +534,9 @@ def _compare_collectives(
         waiting_after_ns=pl.Series(drawn_jobs[1].waiting_ns),
     )
     keys = ["kind", "copies", "ranks_before", "ranks_after", "in_bytes_before", "in_bytes_after"]
-    table = rows.group_by(keys, maintain_order=True).agg(
-        (pl.len() / steps).round().alias("calls"), pl.all().mean().round()
+    return (
+        rows.group_by(keys, maintain_order=True)
+        .agg((pl.len() / steps).round().alias("calls"), pl.all().mean().round())
+        .pipe(cast_to_schema, COLLECTIVES)
+        .sort("waiting_after_ns", descending=True)
     )
-    return table.pipe(cast_to_schema, COLLECTIVES).sort("waiting_after_ns", descending=True)

@@ -194,9 +194,12 @@ def add_keys(
         "members": pl.Int64,
         "positions": pl.List(pl.Int64),
     }
-    group_keys = distinct.hstack(pl.DataFrame(keys, schema, orient="row"))
     rows = rows.join(
-        group_keys, on=key_columns, how="left", nulls_equal=True, maintain_order="left"
+        distinct.hstack(pl.DataFrame(keys, schema, orient="row")),
+        on=key_columns,
+        how="left",
+        nulls_equal=True,
+        maintain_order="left",
     )
     # A message has its own key for each direction, with the same count on both sides.
     direction = (
@@ -312,8 +315,11 @@ def extract_replica(graph: Graph, axis: RankNumbering, roles: Mapping[str, str])
                 hint=f"record a rank of each of the {axis.positions // axis.stride} stages",
             )
         copied[position] = same_stage_ranks[0]
-    templates = sorted({**rank_by_position, **copied}.items())
-    positions = pl.DataFrame(templates, {"position": pl.Int32, "rank": pl.Int32}, orient="row")
+    positions = pl.DataFrame(
+        sorted({**rank_by_position, **copied}.items()),
+        {"position": pl.Int32, "rank": pl.Int32},
+        orient="row",
+    )
 
     nodes = (
         graph.nodes.filter(~pl.col("kind").is_in(_JOINTS))
@@ -665,12 +671,12 @@ def _measure_delays(
     ).with_columns(delay=pl.when("often").then("mean").otherwise("constant"))
     delay = np.where(fixed, constant, edges["delay"].to_numpy())
     pool = np.full(delay.size, -1, dtype=np.int64)
-    binds = (
+    for (_, edge_class), rows in (
         edges.with_row_index("row")
         .filter("binding")
         .with_columns(off=pl.col("took") - pl.col("delay"))
-    )
-    for (_, edge_class), rows in binds.group_by("kind", "of", maintain_order=True):
+        .group_by("kind", "of", maintain_order=True)
+    ):
         number = pools.add(rows["off"].to_numpy())
         if number >= 0:
             same_class = (edges["of"] == edge_class).to_numpy() & (
@@ -687,12 +693,19 @@ def _measure_transfers(
     copies of each part.
     """
     axis = replica.axis
-    ranks = graph.nodes.select("rank").drop_nulls().unique("rank").sort("rank")
-    positions = ranks.with_columns(position=pl.col("rank").map_elements(axis.position, pl.Int32))
+    positions = (
+        graph.nodes.select("rank")
+        .drop_nulls()
+        .unique("rank")
+        .sort("rank")
+        .with_columns(position=pl.col("rank").map_elements(axis.position, pl.Int32))
+    )
     parts = add_keys(graph, axis, roles, positions)
-    copies = parts.group_by("key", "position").agg(seen=pl.col("rank").n_unique())
     seen_copies = replica.parts.select("key", "position").join(
-        copies, on=["key", "position"], how="left", maintain_order="left"
+        parts.group_by("key", "position").agg(seen=pl.col("rank").n_unique()),
+        on=["key", "position"],
+        how="left",
+        maintain_order="left",
     )
     block = (
         pl.when(pl.col("span") == ALL)

@@ -234,8 +234,11 @@ def find_pareto_front(points: pl.DataFrame) -> np.ndarray[tuple[int], np.dtype[n
     ranks = pl.col("ranks").cast(
         pl.Float64, strict=False
     )  # one word among the values makes all of them words
-    costs = points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
-    table = costs.fill_null(0.0).to_numpy()
+    table = (
+        points.select(pl.col("time_ns") / samples, ranks, pl.col("cost") / samples)
+        .fill_null(0.0)
+        .to_numpy()
+    )
     front = np.zeros(len(table), dtype=np.bool_)
     answered_rows = np.flatnonzero(answered)
     # By time, then ranks, then cost: only earlier points can dominate a point, and then one of the
@@ -570,8 +573,10 @@ class SweepEvaluator:
                 global_batch, option_values["data_parallel"]
             )
             if remainder or not option_values["micro_batches"]:
-                text = f"a batch of {global_batch} is no multiple of {option_values['data_parallel']} samples that go at once"
-                raise UsageError(text, slug="cannot-generate")
+                raise UsageError(
+                    f"a batch of {global_batch} is no multiple of {option_values['data_parallel']} samples that go at once",
+                    slug="cannot-generate",
+                )
         return option_values
 
 
@@ -583,8 +588,11 @@ def _parse_axis_value(key: str, value: object, default: float | str) -> Any:
     """
     if isinstance(default, str):
         if value not in (names := _NAMES[key]):
-            hint = nearest(str(value), names) + f"there are {', '.join(names)}"
-            raise UsageError(f"`{value}` is no {key}", slug="bad-sweep", hint=hint)
+            raise UsageError(
+                f"`{value}` is no {key}",
+                slug="bad-sweep",
+                hint=nearest(str(value), names) + f"there are {', '.join(names)}",
+            )
         return value
     is_whole = isinstance(default, int)
     if (

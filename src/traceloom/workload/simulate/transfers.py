@@ -191,8 +191,11 @@ def compute_recorded_transfers(graph: Graph, operations: Operations) -> Ints:
             * operations.table["meeting"].to_numpy().astype(np.int64)[operations.operation_of_edge]
         ]
     )
-    rows = pl.DataFrame({"row": operations.operation_of_edge, "took": np.maximum(durations, 0)})
-    middle = rows.group_by("row").agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
+    middle = (
+        pl.DataFrame({"row": operations.operation_of_edge, "took": np.maximum(durations, 0)})
+        .group_by("row")
+        .agg(pl.col("took").quantile(0.5, "lower").cast(pl.Int64))
+    )
     out = np.zeros(len(operations), dtype=np.int64)
     out[middle["row"].to_numpy()] = middle["took"].to_numpy()
     return out

@@ -383,8 +383,9 @@ def _list_notices(document: dict[str, Any], location: str) -> tuple[Notice, ...]
 
 def make_doubt(reason: str, location: str) -> Notice:
     """Returns the notice that ASTRA-sim itself says of no rank when it ends."""
-    message = f"ASTRA-sim gives no such answer: {reason}"
-    return Notice("astra-sim-no-end", "warning", message, where=location)
+    return Notice(
+        "astra-sim-no-end", "warning", f"ASTRA-sim gives no such answer: {reason}", where=location
+    )
 
 
 def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None) -> Machine:
@@ -412,7 +413,15 @@ def build_machine(network: AstraSimNetwork, system: AstraSimSystem | None = None
             rules.append(AlgorithmRule(kind, _ALGORITHMS[base_name[:1].lower() + base_name[1:]]))
     device = None
     if system.peak_perf and system.local_mem_bw:
-        flops = dict.fromkeys(("fp32", "bf16", "fp16"), system.peak_perf * 1e12)
-        device = Peak("peak-perf and local-mem-bw", flops, system.local_mem_bw * 1e9)
-    source = f"{network.source}, {system.source}"
-    return Machine(dimensions, name=name, source=source, algorithms=tuple(rules), device=device)
+        device = Peak(
+            "peak-perf and local-mem-bw",
+            dict.fromkeys(("fp32", "bf16", "fp16"), system.peak_perf * 1e12),
+            system.local_mem_bw * 1e9,
+        )
+    return Machine(
+        dimensions,
+        name=name,
+        source=f"{network.source}, {system.source}",
+        algorithms=tuple(rules),
+        device=device,
+    )

@@ -574,10 +574,9 @@ def simulate_synchronous(
             replace(phase, schedule=_select_first_position(phase.schedule))
             for phase in chunk_phases
         ]
-        stream = CollectiveStream(
+        CollectiveStream(
             queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done
-        )
-        stream.proceed()
+        ).proceed()
     clock.run()
     usage = {
         ((a + shift) % ranks if a < ranks else a, (b + shift) % ranks if b < ranks else b): values
