@@ -229,9 +229,8 @@ class Arguments:
             )
 
         def values(value: Any) -> bytes | None:
-            if policy.scalars != KEEP or not isinstance(value, list):
-                return None
-            return msgspec.json.encode([self.scalar(item) for item in value])
+            keeps = policy.scalars == KEEP and isinstance(value, list)
+            return msgspec.json.encode([self.scalar(item) for item in value]) if keeps else None
 
         def block(value: Any) -> bytes | None:  # chosen by the kernel's author, not a shape
             small = isinstance(value, list) and len(value) <= 3

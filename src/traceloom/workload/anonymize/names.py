@@ -451,9 +451,11 @@ class KernelNames:
         if kind == "fill":
             return "Memset"
         source, target = parse_memory_kinds(name)
-        arrow = ""
-        if source in _MEMORY and target in _MEMORY:
-            arrow = f" ({source.title()} -> {target.title()})"
+        arrow = (
+            f" ({source.title()} -> {target.title()})"
+            if source in _MEMORY and target in _MEMORY
+            else ""
+        )
         return f"Memcpy{'' if kind == 'unknown' else f' {kind}'}{arrow}"
 
 

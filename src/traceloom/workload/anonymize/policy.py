@@ -385,18 +385,17 @@ class RewriteStats:
 
     def scan(self, output: bytes) -> None:
         """Collects the texts in a piece of output JSON."""
-        if b"\\" in output:
-            self.strings.update(_STRING.findall(output))
-        else:  # every second part is inside quotes
-            self.strings.update(output.split(b'"')[1::2])
+        # Without escapes, every second part is inside quotes.
+        self.strings.update(
+            _STRING.findall(output) if b"\\" in output else output.split(b'"')[1::2]
+        )
 
     def add(self, other: RewriteStats) -> None:
         """Adds the statistics of another file."""
         self.entries_in += other.entries_in
         self.entries_out += other.entries_out
-        for name in ("dropped_entries", "dropped", "odd", "kept_arguments"):
-            getattr(self, name).update(getattr(other, name))
-        for name in ("unknown", "texts", "strings"):
+        names = "dropped_entries", "dropped", "odd", "kept_arguments", "unknown", "texts", "strings"
+        for name in names:
             getattr(self, name).update(getattr(other, name))
 
     def to_dict(self) -> dict[str, Any]:

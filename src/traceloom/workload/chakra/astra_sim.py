@@ -912,12 +912,11 @@ def _hang(files: Sequence[SimulatorNodes], groups: dict[str, list[int]]) -> bool
     from traceloom.workload.simulate.astra_sim.run import simulate_on_plain_network
 
     tables = tuple(file.read_back(f"workload.{rank}.et") for rank, file in enumerate(files))
-    members = {name: tuple(ranks) for name, ranks in groups.items()}
     workload = Workload(
         FileSet("", (), whole=True, groups=None),
         tuple(range(len(files))),
         tables,
-        GroupFile(members=members),
+        GroupFile(members={name: tuple(ranks) for name, ranks in groups.items()}),
     )
     try:
         simulate_on_plain_network(workload)

@@ -160,10 +160,8 @@ def check_file(
 ) -> tuple[Resolved, TopologicalOrder]:
     """Checks all rules about one file; returns its dependencies and the resulting order."""
     for notice in table.notices:
-        if notice.slug == "chakra-no-metadata":
-            findings.add("no-metadata", location, [(None, notice.message)])
-        else:
-            findings.add("file-damage", location, [(None, notice.message)])
+        rule = "no-metadata" if notice.slug == "chakra-no-metadata" else "file-damage"
+        findings.add(rule, location, [(None, notice.message)])
     if not len(table):
         findings.add("no-nodes", location, [(None, "there is no node in it")])
     kinds, values = table.nodes["type"].to_numpy(), table.nodes["id"].to_numpy()
@@ -245,8 +243,10 @@ def get_ids(table: NodeFrame, rows: Ints) -> NDArray[np.uint64]:
 
 def describe_nodes(table: NodeFrame, rows: Any, complaint: str) -> Iterator[tuple[int, str]]:
     """Yields (id, sentence) of every row, lazily."""
-    for row in rows:
-        yield table.nodes["id"][int(row)], f"{describe_node(table, int(row))} {complaint}"
+    yield from (
+        (table.nodes["id"][int(row)], f"{describe_node(table, int(row))} {complaint}")
+        for row in rows
+    )
 
 
 def _check_dependencies(

@@ -232,11 +232,13 @@ def generate_collectives(options: CollectiveOptions) -> Generated:
             hint="give more bytes",
         )
     size = 0 if options.collective == "barrier" else options.size
-    schedule = None
-    if not one_node:
-        schedule = collective_algorithms.build_schedule(
+    schedule = (
+        None
+        if one_node
+        else collective_algorithms.build_schedule(
             options.collective, options.algorithm, options.ranks, options.size, local=_HOST_RANKS
         )
+    )
     for program in programs:
         before = [program.compute("compute", us=options.compute_us)] if options.compute_us else []
         if schedule is None:
@@ -321,13 +323,11 @@ def build_stage_schedule(
     schedule: str, stage: int, stages: int, micro_batches: int
 ) -> Iterator[Step]:
     ahead = micro_batches if schedule == "gpipe" else min(stages - 1 - stage, micro_batches)
-    for number in range(ahead):
-        yield "forward", number
+    yield from (("forward", number) for number in range(ahead))
     for number in range(ahead, micro_batches):
         yield "forward", number
         yield "backward", number - ahead
-    for number in range(micro_batches - ahead, micro_batches):
-        yield "backward", number
+    yield from (("backward", number) for number in range(micro_batches - ahead, micro_batches))
 
 
 def generate_pipeline(options: PipelineOptions) -> Generated:
@@ -494,9 +494,11 @@ def estimate_memory(options: TransformerOptions) -> int:
     layer_bytes = (
         _ACTIVATIONS * _TOKENS * options.hidden * _ELEMENT_BYTES // options.tensor_parallel
     )
-    ahead = options.micro_batches
-    if options.schedule == "1f1b":
-        ahead = min(options.pipeline_parallel, ahead)
+    ahead = (
+        min(options.pipeline_parallel, options.micro_batches)
+        if options.schedule == "1f1b"
+        else options.micro_batches
+    )
     return weights * (2 * _ELEMENT_BYTES + _OPTIMIZER_BYTES) + ahead * layers * layer_bytes
 
 

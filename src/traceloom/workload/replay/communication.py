@@ -361,9 +361,11 @@ class _Start:
             running_rows = [rows[position] for position in self.kept] if rows else []
             if len(self.kept) == self.size:
                 buffers.append(tensor)
-            elif running_rows:
-                buffers.append(tensor[: sum(running_rows)])
             else:
-                buffers.append(tensor.view(-1)[: tensor.numel() // self.size * len(self.kept)])
+                buffers.append(
+                    tensor[: sum(running_rows)]
+                    if running_rows
+                    else tensor.view(-1)[: tensor.numel() // self.size * len(self.kept)]
+                )
             splits.append(running_rows or None)
         return dist.all_to_all_single(*buffers, *splits, group=self.group, async_op=True)

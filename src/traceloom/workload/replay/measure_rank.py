@@ -360,9 +360,8 @@ def _add_meetings(task: Task, rank: int) -> Iterator[Any]:
             else dist.new_group(backend="gloo", timeout=timeout)
         )
     except (RuntimeError, ValueError, OSError) as error:
-        message = f"rank {rank} does not find the others: {first_line(error)}"
         raise InputError(
-            message,
+            f"rank {rank} does not find the others: {first_line(error)}",
             slug="no-rendezvous",
             hint="give torchrun another --master-port; GLOO_SOCKET_IFNAME names the network to use",
         ) from error

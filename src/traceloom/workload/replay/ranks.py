@@ -249,10 +249,9 @@ def replay(
         return _run_under_torchrun(plan, options, ranks, on_status)
     with create_shared_directory() as directory:
         plan.save(directory / "run.plan")
-        job = {"options": asdict(options)}
         answers = run_processes(
             "traceloom.workload.replay.ranks",
-            job,
+            {"options": asdict(options)},
             ranks,
             directory,
             on_status,

@@ -246,9 +246,7 @@ class _Scaling:
             "schema", "arguments", "flags"
         ).row(row["call"])
         if row["action"] != RUN:
-            for tensor in row["outputs"]:
-                if tensor is not None:
-                    self.tensors[tensor] = self.like(tensor)
+            self.take_recorded_outputs(row)
         else:
             arguments = self.run(row, schema, arguments, inputs)
         number = self.calls.setdefault((schema, arguments), len(self.calls))

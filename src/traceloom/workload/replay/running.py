@@ -641,9 +641,11 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     """Returns other facts that affect times."""
     import torch
 
-    name = platform.processor() or platform.machine()
-    if device.type != "cpu":
-        name = torch.get_device_module(device).get_device_name(device)
+    name = (
+        platform.processor() or platform.machine()
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_device_name(device)
+    )
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),

@@ -329,11 +329,10 @@ def write_worst(plan: ReplayPlan, op: str | None, slowest: int, *, seed: int = 0
     run_ops = rank_plan.ops.filter(pl.col("action") == RUN)
     ops = run_ops if op is None else run_ops.filter(pl.col("name") == op)
     if op is not None and not ops.height:
-        names = run_ops["name"].unique().sort().to_list()
         raise UsageError(
             f"no op of the plan is named `{op}`",
             slug="no-such-op",
-            hint=nearest(op, names)
+            hint=nearest(op, run_ops["name"].unique().sort().to_list())
             + "the table of operators of `traceloom report` has their names",
         )
     text = RankScript(rank_plan, seed, frozenset(), alone=True)

@@ -483,9 +483,8 @@ def _convert_scalar(value: Any, base: str, flags: list[str]) -> Any:
         return {name: names[value]} if 0 <= value < len(names) else {"object": f"{base} {value}"}
     if base == "bool" and isinstance(value, int):
         return bool(value)
-    if base in {"int", "SymInt"} and isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if base in {"int", "SymInt"} and is_whole else value
 
 
 NUMBERS = frozenset({"other", "exponent"})

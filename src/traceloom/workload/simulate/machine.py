@@ -446,9 +446,11 @@ class Machine:
         Raises:
             UsageError: slug `no-such-schedule`: the algorithm needs a power of two.
         """
-        default = _DEFAULT_ALGORITHMS.get(collective, "ring")
-        if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE:
-            default = "double-tree"
+        default = (
+            "double-tree"
+            if collective == "all_reduce" and size_bytes < _SMALL_ALL_REDUCE
+            else _DEFAULT_ALGORITHMS.get(collective, "ring")
+        )
         rules = (rule for rule in self.algorithms if rule.collective == collective)
         use = next(
             (rule.use for rule in rules if rule.below is None or size_bytes < rule.below), default

@@ -321,9 +321,7 @@ class MonteCarlo:
         steps = random.integers(0, max(recorded, 1), (draws, self.steps.size))
         out: dict[int, Any] = {}
         for stage in np.unique(self._stage).tolist():
-            table = self.variation.effects.get(stage)
-            if table is None:
-                table = np.ones((2, 1, max(recorded, 1)))
+            table = self.variation.effects.get(stage, np.ones((2, 1, max(recorded, 1))))
             ranks = random.integers(0, table.shape[1], (draws, copies))
             out[stage] = np.moveaxis(table[:, ranks[:, :, None], steps[:, None, :]], 3, 1)
         return out

@@ -563,9 +563,7 @@ class Links:
             times = self._times[travel.size] = int(occupied), int(self._latency + occupied)
         self._clock.at(now + times[1], self._there, travel)
         self._clock.at(now + times[0], self._free, link)
-        used = self.usage.get(link)
-        if used is None:
-            used = self.usage[link] = [0, 0, 0]
+        used = self.usage.setdefault(link, [0, 0, 0])
         used[0] += travel.size
         used[1] += times[0]
         used[2] += now - travel.since

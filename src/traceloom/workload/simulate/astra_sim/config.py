@@ -224,10 +224,8 @@ def read_system(path: str | Path) -> AstraSimSystem:
                 raise _make_config_error(
                     f"expected {expected}, got {document[key]!r:.40}", f"{location}, {key}"
                 )
-            values[name] = document[key]
-    for name, value in values.items():
-        if isinstance(value, float) and value.is_integer():
-            values[name] = int(value)
+            value = document[key]
+            values[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     if values.get("roofline"):
         for name, key in (("peak_perf", "peak-perf"), ("local_mem_bw", "local-mem-bw")):
             if not values.get(name):
