@@ -228,13 +228,12 @@ def _convert_os_error(error: OSError) -> TraceloomError:
     """
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
-        file_name = (
-            os.fsdecode(error.filename)
-            if isinstance(error.filename, (str, bytes))
-            else str(error.filename)
-        )
         return InputError(
-            f"the file or directory cannot be used: {reason}", slug="unreadable", where=file_name
+            f"the file or directory cannot be used: {reason}",
+            slug="unreadable",
+            where=os.fsdecode(error.filename)
+            if isinstance(error.filename, (str, bytes))
+            else str(error.filename),
         )
     is_output_error = error.errno in _DISK_FULL_ERRORS
     try:

@@ -317,8 +317,7 @@ def fetch_host_values(client: AgentClient) -> HostValues:
         if series["values"]
     }
     if rates and sum(rates.values()):
-        idle = rates.get("idle", 0.0) + rates.get("iowait", 0.0)
-        cpu = 1 - idle / sum(rates.values())
+        cpu = 1 - (rates.get("idle", 0.0) + rates.get("iowait", 0.0)) / sum(rates.values())
     states = {
         series["labels"]["state"]: series["values"][-1]
         for series in client.get("query", metric="host_memory_bytes", since="60s")["series"]
@@ -431,13 +430,12 @@ def render_job_facts(answer: TraceResponse) -> Iterator[Text]:
         answer.copied_bytes_per_step,
     )
     size = None if copied is None else units.format_size(int(copied))
-    facts = (
+    for name, value, metric in (
         ("FLOPs", None if flops is None else units.format_flops(flops), "job_flops_error_ratio"),
         ("matrix types", types, 'job_flops{method="trace"}'),
         ("roofline", None if roofline is None else f"{roofline:.1%}", "job_roofline_ratio"),
         ("copied to device", size, 'job_input_bytes_total{source="copies"}'),
-    )
-    for name, value, metric in facts:
+    ):
         yield Text(f"  {name:<17}{value or 'not in the trace':<28}{metric}")
     if flops is None:
         yield Text(
@@ -666,9 +664,7 @@ def _format_value(value: float, unit: str) -> str:
         )
     if unit == "ratio":
         return f"{units.format_percent(value)} %"
-    if unit == "seconds":
-        return units.format_duration(int(value * 1e9))
-    return f"{value:.4g}"
+    return units.format_duration(int(value * 1e9)) if unit == "seconds" else f"{value:.4g}"
 
 
 def _draw_curve(curve: SeriesResponse, first_ns: int, last_ns: int, width: int) -> str:

@@ -219,10 +219,9 @@ def _write_converted(
 
         result = to_astra_sim(source.graph(), gpu_only=args.gpu_only)
         written = result.write(target, force=args.force)
-        nodes = sum(file.nodes.height for file in result.files)
         return (
             written,
-            nodes,
+            sum(file.nodes.height for file in result.files),
             [*source.notices, *result.notices],
             f"traceloom validate {quoted} --target astra-sim",
         )

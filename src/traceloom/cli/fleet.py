@@ -505,21 +505,20 @@ def _run_rules(name: str, args: argparse.Namespace) -> int:
         print(json.dumps(answer, indent=2))
         return 0
     if name == "owners":
-        moves = [
-            (
-                row["dimension"],
-                row["before"],
-                row["after"],
-                units.format_count(row["jobs"]),
-                units.format_number(row["device_ms"] / _HOUR_MS),
-            )
-            for row in answer["moves"]
-        ]
         print_answer(
             args,
             answer,
             ("dimension", "from", "to", "jobs", "device hours"),
-            moves,
+            [
+                (
+                    row["dimension"],
+                    row["before"],
+                    row["after"],
+                    units.format_count(row["jobs"]),
+                    units.format_number(row["device_ms"] / _HOUR_MS),
+                )
+                for row in answer["moves"]
+            ],
             "No device time changes hands.",
         )
     else:
@@ -625,7 +624,6 @@ def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
             text = f"{last['request']}: {last['target']}: {last['what']}"
         elif refusal is not None:
             text = f"{refusal['target'] or 'no job'} not, as {refusal['detail']}"
-        size = units.format_size(rule["kept_bytes"])
         rows.append(
             (
                 rule["name"],
@@ -633,7 +631,7 @@ def build_trigger_rows(answer: Any) -> list[Sequence[str]]:
                 rule["target"],
                 str(rule["fired"]),
                 refused or units.UNKNOWN_TEXT,
-                size,
+                units.format_size(rule["kept_bytes"]),
                 text,
             )
         )
@@ -989,23 +987,22 @@ def _run_webhooks(args: argparse.Namespace) -> int:
         elif not args.json and (args.what == "add" or not args.quiet):
             print(text)
         return 0
-    rows = [
-        (
-            hook["name"],
-            hook["url"],
-            ", ".join(hook["events"]),
-            str(hook["waiting"]),
-            str(hook["delivered"]),
-            str(hook["failed"] + hook["dropped"]),
-            hook["error"] or units.UNKNOWN_TEXT,
-        )
-        for hook in answer["webhooks"]
-    ]
     return print_answer(
         args,
         answer,
         ("webhook", "to", "events", "waiting", "arrived", "lost", "last error"),
-        rows,
+        [
+            (
+                hook["name"],
+                hook["url"],
+                ", ".join(hook["events"]),
+                str(hook["waiting"]),
+                str(hook["delivered"]),
+                str(hook["failed"] + hook["dropped"]),
+                hook["error"] or units.UNKNOWN_TEXT,
+            )
+            for hook in answer["webhooks"]
+        ],
         NO_WEBHOOKS,
     )
 

@@ -110,12 +110,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"{option} does not go with {args.kind}", slug="wrong-usage", hint="leave it away"
         )
-    allowed = {
+    for name, names in {
         "collective": generate.KINDS,
         "algorithm": generate.ALGORITHMS,
         "schedule": generate.SCHEDULES,
-    }
-    for name, names in allowed.items():
+    }.items():
         if name in given_options and given_options[name] not in names:
             hint = nearest(given_options[name], names) + f"there are {', '.join(names)}"
             raise UsageError(f"`{given_options[name]}` is no {name}", slug="wrong-usage", hint=hint)

@@ -173,9 +173,8 @@ def run_scaling(args: argparse.Namespace) -> int:
         machine = described.for_ranks(ranks) if described else None
         model = make_transfer_model(machine) if machine else None
         progress.show(f"drawing steps of {ranks:,} ranks")
-        answer = job.at(**size, transfers=model)
         document = simulation.build(
-            answer,
+            job.at(**size, transfers=model),
             source.name,
             (machine.name or str(args.machine or args.network)) if machine else "",
         )
@@ -227,7 +226,6 @@ def run_sweep(args: argparse.Namespace) -> int:
 
     axes = [parse_axis(text) for text in args.sweep]
     points = list(list_points(axes))
-    roles = dict(args.role)
     question = SweepQuestion(
         tuple(args.inputs),
         args.machine,
@@ -239,7 +237,7 @@ def run_sweep(args: argparse.Namespace) -> int:
         None if args.groups is None else str(args.groups),
         args.only,
         args.step,
-        roles,
+        dict(args.role),
         args.draws,
         args.seed,
         args.memory_limit,

@@ -80,8 +80,7 @@ def run(args: argparse.Namespace) -> int:
             from traceloom.report.views.terminal_table import ASCII_FALLBACKS as letters  # noqa: N811  (the characters that it replaces)
         for line in _render_problems(verdict, quiet=args.quiet):
             print(restore_addresses(line).translate(letters))
-    broken = verdict.errors + (verdict.warnings if args.strict else 0)
-    if broken:
+    if verdict.errors + (verdict.warnings if args.strict else 0):
         raise CheckError(
             f"{_summarise_problems(verdict)}: not fit for {args.target}",
             slug="invalid-workload",

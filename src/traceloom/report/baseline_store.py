@@ -80,16 +80,15 @@ class BaselineStore:
         data = self._place.read(f"{name}{_SUFFIX}")
         if data is None:
             names = self.names()
-            hint = (
-                f"it has {', '.join(names[:10])}"
-                if names
-                else "it has none; see traceloom baseline save --help"
-            )
             raise UsageError(
                 f"there is no baseline `{name}`",
                 slug="no-such-baseline",
                 where=self.where,
-                hint=hint,
+                hint=(
+                    f"it has {', '.join(names[:10])}"
+                    if names
+                    else "it has none; see traceloom baseline save --help"
+                ),
             )
         return decode(data, f"{self.where}: {name}")
 
@@ -165,9 +164,7 @@ class _RemoteDirectory:
     def read(self, name: str) -> bytes | None:
         try:
             path = f"{self._root}/{name}"
-            if self._fs.size(path) > _MAX_BYTES:
-                return b""
-            return bytes(self._fs.cat_file(path))
+            return b"" if self._fs.size(path) > _MAX_BYTES else bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
         except Exception as error:

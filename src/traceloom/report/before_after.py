@@ -241,8 +241,7 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
         new = (np.diff(lane, prepend=-1) != 0) | long | np.append(False, long[:-1])
         # a removed node is invisible and does not separate its neighbours
         for cell in np.where(end > start, start // grain, -1):
-            latest = np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))
-            latest_cells = cell[latest]
+            latest_cells = cell[np.maximum.accumulate(np.where(cell >= 0, np.arange(cell.size), 0))]
             new |= (
                 np.diff(latest_cells, prepend=latest_cells[:1] - 1 if latest_cells.size else -1)
                 != 0
@@ -264,8 +263,7 @@ def merge_nodes(lane: Ints, start: Ints, end: Ints, limit: int) -> MergedNodes:
     longest = np.empty((2, heads.size), dtype=np.int64)
     for side in (0, 1):
         # the longest node of each piece comes first
-        node_order = np.lexsort((-(end[side] - start[side]), group))
-        longest[side] = order[node_order[heads]]
+        longest[side] = order[np.lexsort((-(end[side] - start[side]), group))[heads]]
     return MergedNodes(
         lane[heads],
         np.where(absent, 0, first),
@@ -427,8 +425,7 @@ def _build_columns(
     """Returns the columns of the events, the texts they refer to, and how many events each lane
     has.
     """
-    present = merged.end > merged.start
-    side, piece_index = np.nonzero(present)
+    side, piece_index = np.nonzero(merged.end > merged.start)
     lane, start = merged.lane[piece_index] * 2 + side, merged.start[side, piece_index]
     order = np.lexsort((start, lane))
     side, piece_index, lane, start = side[order], piece_index[order], lane[order], start[order]

@@ -161,12 +161,11 @@ def build_tables(document: ComparisonDocument) -> Iterator[Table]:
             for row in operators
             if row["status"] != "same" and (row["base_duration_ns"] or row["new_duration_ns"])
         ]
-        title = "Operators by GPU work"
         yield from _build_operators_table(
             changed,
             len(operators),
             "diff-operators",
-            title,
+            "Operators by GPU work",
             prefix="duration_",
             hint=_LAUNCHED_HINT,
         )
@@ -354,15 +353,6 @@ def render(document: ComparisonDocument) -> str:
         count = sum(row["side"] == side for row in document["steps"])
         return f"mean of {count} steps" if count > 1 else "one step"
 
-    key_numbers = [
-        ("Base step", document["base_ns"], steps("base")),
-        ("New step", document["new_ns"], steps("new")),
-        (
-            "Difference",
-            document["difference_ns"],
-            f"{units.format_change(document['change'])} of the base",
-        ),
-    ]
     return render_page(
         title=f"{document['sentence']} – {name}",
         name=name,
@@ -371,7 +361,15 @@ def render(document: ComparisonDocument) -> str:
         + "</div>",
         numbers=render_key_numbers(
             (label, units.format_duration(ns), f"{ns} ns", detail)
-            for label, ns, detail in key_numbers
+            for label, ns, detail in [
+                ("Base step", document["base_ns"], steps("base")),
+                ("New step", document["new_ns"], steps("new")),
+                (
+                    "Difference",
+                    document["difference_ns"],
+                    f"{units.format_change(document['change'])} of the base",
+                ),
+            ]
         ),
         footer=(
             f"<p>Traceloom {escape_html(document['traceloom'])}</p>"
@@ -390,14 +388,13 @@ def render_sections(document: ComparisonDocument) -> Iterator[RenderedSection]:
 
 
 def render_table_section(data_table: Table) -> RenderedSection:
-    table_html = render_html_table(
-        data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
-    )
     return (
         f"{data_table.key}-section",
         escape(data_table.title),
         escape_html(data_table.note),
-        table_html,
+        render_html_table(
+            data_table.key, data_table.columns, data_table.rows, _UNKNOWN_REASONS, data_table.title
+        ),
     )
 
 

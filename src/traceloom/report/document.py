@@ -121,9 +121,11 @@ def format_yes_no(value: bool | None) -> str | None:
 
 def format_cell(column: Col, value: Any) -> str:
     """Formats a cell as text, with its unit; `-` if unknown."""
-    if column.numeric or value is None:
-        return units.format_value(value, column.kind)
-    return sanitize(str(value))
+    return (
+        units.format_value(value, column.kind)
+        if column.numeric or value is None
+        else sanitize(str(value))
+    )
 
 
 _TIME_COLUMNS = ("start_ns", "time_ns", "peak_time_ns", "first_ns", "last_ns")

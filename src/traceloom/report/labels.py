@@ -278,8 +278,7 @@ def describe_host_window(document: ReportDocument) -> str:
 
 
 def _describe_steps(document: ReportDocument) -> str:
-    whole = {row["complete"] for rank in document["ranks"] for row in rank["steps"]}
-    if len(whole) > 1:
+    if len({row["complete"] for rank in document["ranks"] for row in rank["steps"]}) > 1:
         return "in all whole steps"
     return (
         "in all steps"

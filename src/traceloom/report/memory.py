@@ -194,11 +194,10 @@ def build_allocator_row(
     number = max(totals["device"], 0)
     states: list[MemoryAllocatorRow] = []
     if snapshot is not None:
-        in_device = compute_fragmentation(snapshot).filter(pl.col("device") == number)
         states = to_rows(
-            in_device.select(
-                *_FRAGMENTATION_COLUMNS, retries=pl.lit(None), outside_bytes=pl.lit(None)
-            )
+            compute_fragmentation(snapshot)
+            .filter(pl.col("device") == number)
+            .select(*_FRAGMENTATION_COLUMNS, retries=pl.lit(None), outside_bytes=pl.lit(None))
         )
     has_state = bool(states)
     state: MemoryAllocatorRow = states[0] if states else {**_EMPTY_ALLOCATOR}
@@ -613,8 +612,7 @@ def _add_unseen(divided: pl.DataFrame, name: str, unseen: int) -> pl.DataFrame:
         .group_by("name")
         .agg(pl.col("bytes", "block_count").sum())
     )
-    total_bytes = max(int(both["bytes"].sum()), 1)
-    return both.with_columns(fraction=pl.col("bytes") / total_bytes).sort(
+    return both.with_columns(fraction=pl.col("bytes") / max(int(both["bytes"].sum()), 1)).sort(
         "bytes", "name", descending=[True, False]
     )
 
@@ -819,25 +817,23 @@ def build_lifetimes_table(entry: MemoryRankRow, key: str) -> Table:
 
 
 def build_ranks_table(document: MemoryDocument) -> Table:
-    rows = [
-        {**memory, "rank": format_rank_name(entry, k), "where": labels_allocator(memory)}
-        for k, entry in enumerate(document["ranks"])
-        for memory in entry["memories"]
-    ]
-    columns = [
-        Col("rank", "Rank"),
-        Col("where", "Memory"),
-        Col("peak_bytes", "Peak", "bytes"),
-        Col("peak_step", "In step", "count"),
-        Col("end_bytes", "At the end", "bytes"),
-        Col("allocation_count", "Allocations", "count"),
-        Col("free_count", "Frees", "count"),
-    ]
     return Table(
         "rank-table",
         "Peaks by rank",
-        columns,
-        rows,
+        [
+            Col("rank", "Rank"),
+            Col("where", "Memory"),
+            Col("peak_bytes", "Peak", "bytes"),
+            Col("peak_step", "In step", "count"),
+            Col("end_bytes", "At the end", "bytes"),
+            Col("allocation_count", "Allocations", "count"),
+            Col("free_count", "Frees", "count"),
+        ],
+        [
+            {**memory, "rank": format_rank_name(entry, k), "where": labels_allocator(memory)}
+            for k, entry in enumerate(document["ranks"])
+            for memory in entry["memories"]
+        ],
         unknown={"peak_step": "the peak is outside all steps"},
     )
 

@@ -659,20 +659,16 @@ def _compute_breakdown(
     for category, size in allocations.categories.filter(in_pool).select("category", "bytes").rows():
         kind = _KIND_BY_CATEGORY.get(category, category.replace("_", " "))
         bytes_by_kind[kind] = bytes_by_kind.get(kind, 0) + size
-    empty_census = why.parse_report_census({})
-    growing = (
-        find_growth(explained.trace, explained.named)
-        .select("site", "bytes_per_step", "bytes")
-        .rows()
-    )
     suggestions = why.list_advice(
         bytes_by_kind,
-        empty_census,
+        why.parse_report_census({}),
         requested_bytes=asked_bytes,
         stack=stack,
         devices=[],
         ranks=None,
-        growing=growing,
+        growing=find_growth(explained.trace, explained.named)
+        .select("site", "bytes_per_step", "bytes")
+        .rows(),
     )
     largest_first = dict(sorted(bytes_by_kind.items(), key=lambda pair: -pair[1]))
     return _build_breakdown(

@@ -526,7 +526,6 @@ def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
     identity_text = (
         f"{units.format_duration(answer.identity_ns)} ({answer.identity_error * 100:+.2f} %)"
     )
-    identity = f"Drawn at the recorded size, the {step} comes back as {identity_text}."
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -534,7 +533,7 @@ def build(answer: Scaled, name: str, machine: str = "") -> ScaledDocument:
         "name": name,
         "machine": machine,
         "sentence": answer.sentence,
-        "identity": identity,
+        "identity": f"Drawn at the recorded size, the {step} comes back as {identity_text}.",
         "ranks_before": answer.ranks_before,
         "ranks": answer.ranks,
         "data_parallel_before": answer.data_parallel_before,

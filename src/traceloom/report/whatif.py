@@ -317,11 +317,10 @@ def render_before_after_page(
             )
         )
     else:
-        error = f"{100 * document['law']['honest_error']:+.2f} %"
         key_numbers.append(
             (
                 "Error of the graph",
-                error,
+                f"{100 * document['law']['honest_error']:+.2f} %",
                 "more than that is saved" if document["trusted"] else "take it as a hint",
             )
         )

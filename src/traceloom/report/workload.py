@@ -180,30 +180,28 @@ def convert_workload(workload: Workload) -> NodeNetwork:
                 )
             )
     all_nodes = pl.concat(nodes)
-    communication = (
-        all_nodes.with_row_index("node")
-        .filter(pl.col("kind").is_in(COMMUNICATION))
-        .select(pl.col("node").cast(pl.Int64), pl.coalesce("what", "kind").alias("what"), "group")
-    )
-    files = {
-        rank or 0: Path(table.path)
-        for rank, table in zip(workload.ranks, workload.tables, strict=True)
-    }
     return NodeNetwork(
         workload.place.name,
         "chakra",
         all_nodes.drop("what", "group"),
         pl.concat(edges),
-        communication,
+        all_nodes.with_row_index("node")
+        .filter(pl.col("kind").is_in(COMMUNICATION))
+        .select(pl.col("node").cast(pl.Int64), pl.coalesce("what", "kind").alias("what"), "group"),
         dangling,
         notices=tuple(notice for table in workload.tables for notice in table.notices),
-        details=files,
+        details={
+            rank or 0: Path(table.path)
+            for rank, table in zip(workload.ranks, workload.tables, strict=True)
+        },
     )
 
 
 def _build_nodes(table: NodeFrame, rank: int | None) -> pl.DataFrame:
     names = {CollectiveCommType.Value(name): name.lower() for name in CollectiveCommType.keys()}  # noqa: SIM118
-    kind = (
+    return table.nodes.select(
+        pl.col("id").cast(pl.Int64, strict=False),
+        pl.lit(rank or 0, dtype=pl.Int64).alias("rank"),
         pl.when(pl.col("type") == NodeType.COMP_NODE)
         .then(
             pl.when(pl.col("is_cpu_op").fill_null(value=False))
@@ -215,22 +213,16 @@ def _build_nodes(table: NodeFrame, rank: int | None) -> pl.DataFrame:
                 _TYPES, default=pl.format("type {}", "type"), return_dtype=pl.String
             )
         )
-    )
-    has_times = (pl.col("start_us") > 0).any()
-    collective_name = pl.col("comm_type").replace_strict(
-        names, default="unknown", return_dtype=pl.String
-    )
-    return table.nodes.select(
-        pl.col("id").cast(pl.Int64, strict=False),
-        pl.lit(rank or 0, dtype=pl.Int64).alias("rank"),
-        kind.alias("kind"),
+        .alias("kind"),
         "name",
         (pl.col("duration_us").cast(pl.Int64, strict=False) * 1000).alias("time_ns"),
-        pl.when(has_times)
+        pl.when((pl.col("start_us") > 0).any())
         .then(pl.col("start_us").cast(pl.Int64, strict=False) * 1000)
         .alias("start_ns"),
         pl.coalesce("comm_size", "tensor_size").alias("bytes"),
-        pl.when(pl.col("type") == NodeType.COMM_COLL_NODE).then(collective_name).alias("what"),
+        pl.when(pl.col("type") == NodeType.COMM_COLL_NODE)
+        .then(pl.col("comm_type").replace_strict(names, default="unknown", return_dtype=pl.String))
+        .alias("what"),
         pl.col("pg_name").alias("group"),
     )
 
@@ -278,8 +270,6 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
             nulls_last=True,
         )
     )
-    waits = nodes.height - edges["target"].n_unique()
-    last_count = nodes.height - edges["source"].n_unique()
     return {
         "format": "traceloom-workload-summary",
         "version": 1,
@@ -289,8 +279,8 @@ def summarise(network: NodeNetwork) -> WorkloadSummaryDocument:
         "nodes": nodes.height,
         "edges": edges.height,
         "dangling": network.dangling,
-        "first_nodes": waits,
-        "last_nodes": last_count,
+        "first_nodes": nodes.height - edges["target"].n_unique(),
+        "last_nodes": nodes.height - edges["source"].n_unique(),
         "window_ns": window,
         "ranks": _summarise_ranks(network),
         "kinds": to_rows(_sum_nodes(nodes, ["kind"])),
@@ -381,11 +371,10 @@ _MAX_ROWS = 40  # of a table
 
 
 def render(summary: WorkloadSummaryDocument, width: int) -> Iterator[Text]:
-    ranks = len(summary["ranks"])
     facts = [
         "graph" if summary["form"] == "graph" else "Chakra",
         *summary["facts"],
-        units.format_quantity(ranks, "rank"),
+        units.format_quantity(len(summary["ranks"]), "rank"),
         f"{units.format_quantity(summary['nodes'], 'node')}",
         units.format_quantity(summary["edges"], "dependency"),
     ]

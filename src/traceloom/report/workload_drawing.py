@@ -140,13 +140,12 @@ def collapse_nodes(network: NodeNetwork, max_boxes: int = MAX_BOXES) -> Picture:
         )
         for row in merged.iter_rows(named=True)
     )
-    box_of = nodes.join(
+    box = nodes.join(
         groups.select("kind", "group", "box"),
         on=["kind", "group"],
         how="left",
         maintain_order="left",
-    )
-    box = box_of["box"].to_numpy()
+    )["box"].to_numpy()
     edges = network.edges.select(
         pl.Series("source", box[network.edges["source"].to_numpy()]),
         pl.Series("target", box[network.edges["target"].to_numpy()]),
@@ -190,23 +189,20 @@ def build_neighbourhood(
     boxes = []
     for number, node_row in enumerate(rows):
         node = network.nodes.row(node_row, named=True)
-        note = f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else "")
-        order = (distance[node_row] + depth) / span + number / (1000 * span * len(rows))
         box = Box(
             node["name"],
             node["kind"],
-            note,
+            f"node {node['id']}" + (f", rank {node['rank']}" if node["rank"] is not None else ""),
             1,
             node["time_ns"],
             node["bytes"],
-            order,
+            (distance[node_row] + depth) / span + number / (1000 * span * len(rows)),
             chosen=node_row == row,
         )
         boxes.append(box)
-    inner_edges = np.flatnonzero(np.isin(source, rows) & np.isin(target, rows))
     links = tuple(
         Link(number_of[int(source[k])], number_of[int(target[k])], network.edges["kind"][int(k)], 1)
-        for k in inner_edges
+        for k in np.flatnonzero(np.isin(source, rows) & np.isin(target, rows))
     )
     omitted = f"{cut} more nodes are as near" if cut else ""
     node = network.nodes.row(row, named=True)
@@ -257,9 +253,8 @@ def render(picture: Picture, summary: WorkloadSummaryDocument) -> str:
         ]
     )
     theme, script = read_asset("theme.js"), _read_asset("drawing.js")
-    ranks = len(summary["ranks"])
     facts = [
-        units.format_quantity(ranks, "rank"),
+        units.format_quantity(len(summary["ranks"]), "rank"),
         f"{units.format_quantity(summary['nodes'], 'node')}",
         units.format_quantity(summary["edges"], "dependency"),
         *(

@@ -54,9 +54,11 @@ class GzipStream:
         """A sentence that describes the damage; empty if there is none."""
         if not self.damage:
             return ""
-        if self.damage == "cut-gzip":
-            return f"the gzip data ends at byte {self.read} of the compressed file, before its end mark"
-        return f"the gzip data is corrupt near byte {self.read} of the compressed file"
+        return (
+            f"the gzip data ends at byte {self.read} of the compressed file, before its end mark"
+            if self.damage == "cut-gzip"
+            else f"the gzip data is corrupt near byte {self.read} of the compressed file"
+        )
 
     def whole(self, max_bytes: int, file_kind: str, path: str | Path) -> bytes:
         """Returns all of the text up to the damage; `file_kind` and `path` name the file in errors.

@@ -153,8 +153,7 @@ def _download(
         def produce(out: BinaryIO, remote: _RemoteFile = remote, before: int = before) -> None:
             size = 0
             with _convert_errors(display_url), closing(remote.open()) as stream:
-                chunks = iter(lambda: stream.read(_CHUNK_BYTES), b"")
-                for chunk in chunks:
+                for chunk in iter(lambda: stream.read(_CHUNK_BYTES), b""):
                     out.write(chunk)
                     size += len(chunk)
                     _check_size(before + size, display_url)
@@ -198,9 +197,8 @@ def open_file_system(url: str) -> tuple[Any, str]:
 
 def _check_size(size: int, display_url: str) -> None:
     if size > MAX_BYTES:
-        message = f"it has more than {MAX_BYTES // 10**9} GB, and no more is fetched for one input"
         raise InputError(
-            message,
+            f"it has more than {MAX_BYTES // 10**9} GB, and no more is fetched for one input",
             slug="too-large",
             where=display_url,
             hint="fetch it yourself, or name fewer files",
@@ -240,9 +238,8 @@ def _list_store(url: str) -> Iterator[_RemoteFile]:
                     continue
                 objects[name] = entry
                 if len(objects) > MAX_FILES:
-                    message = f"there are more than {MAX_FILES:,} files below this prefix"
                     raise InputError(
-                        message,
+                        f"there are more than {MAX_FILES:,} files below this prefix",
                         slug="too-large",
                         where=strip_secrets(url),
                         hint="name a longer prefix",
@@ -250,11 +247,10 @@ def _list_store(url: str) -> Iterator[_RemoteFile]:
         if not objects:
             raise FileNotFoundError(url)
     for name, info in objects.items():
-        version = json.dumps([info.get(key) for key in _VERSION_KEYS], default=str)
         yield _RemoteFile(
             name,
             info["size"],
-            version,
+            json.dumps([info.get(key) for key in _VERSION_KEYS], default=str),
             partial(store.open, info["name"], "rb", block_size=_STORE_CHUNK_BYTES),
         )
 

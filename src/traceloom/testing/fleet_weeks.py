@@ -283,7 +283,6 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
         ]
         code = f"commit{sum(change.cause == 'code' for change in changes)}"
         job_factors = np.exp(chance.normal(0, recipe.scatter, team.kernels))
-        start = (midnight + job.start_ms) * 1_000_000
         owners.append(
             {
                 "day": recipe.start + timedelta(milliseconds=job.start_ms),
@@ -296,7 +295,7 @@ def _fill_tables(weeks: Weeks, jobs: list[_GeneratedJob], chance: np.random.Gene
                 "application": "training",
                 "framework": team.framework,
                 "labels": json.dumps({"team": team.model}),
-                "valid_from_ns": start,
+                "valid_from_ns": (midnight + job.start_ms) * 1_000_000,
                 "valid_to_ns": None,
             }
         )
@@ -433,8 +432,7 @@ def _fill_usage(weeks: Weeks, jobs: list[_GeneratedJob]) -> None:
                 *second.values(),
             }
             marks |= {lost_from, lost_until} if host == lost_host else set()
-            bounds = sorted(mark for mark in marks if mark <= until)
-            for start, end in pairwise(bounds):
+            for start, end in pairwise(sorted(mark for mark in marks if mark <= until)):
                 if host == lost_host and lost_from <= start < lost_until:
                     weeks.lost_ms += end - start
                     continue

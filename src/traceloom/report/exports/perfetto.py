@@ -158,13 +158,13 @@ def encode_path_track(
         return
     segments = path["stretches"]
     subject = "the window" if path["step"] is None else f"step {path['step']}"
-    track = {"pid": process, "tid": thread}
     rows: list[dict[str, object]] = [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": "critical path"}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": 0}},
         {
             "ph": "M",
-            **track,
+            "pid": process,
+            "tid": thread,
             "name": "thread_name",
             "args": {"name": f"critical path of {subject}"},
         },
@@ -265,8 +265,7 @@ def assign_levels(start: Ints, end: Ints) -> Ints:
     cluster_starts = np.append(
         True, start[1:] >= reach[:-1]
     )  # a new cluster: all previous spans have ended
-    bounds = np.append(np.flatnonzero(cluster_starts), start.size)
-    for low, high in pairwise(bounds.tolist()):
+    for low, high in pairwise(np.append(np.flatnonzero(cluster_starts), start.size).tolist()):
         if high - low > 1:
             level[low:high] = _assign_cluster_levels(
                 start[low:high].tolist(), end[low:high].tolist()
@@ -544,10 +543,9 @@ def write_graph(graph: Graph, handle: BinaryIO, counters: pl.DataFrame | None = 
         dur=format_microseconds(nodes["duration_ns"]),
     )
     lanes = graph.nodes["lane"]
-    edges = graph.edges.with_columns(
+    between = graph.edges.with_columns(
         of=lanes.gather(graph.edges["source"]), to=lanes.gather(graph.edges["target"])
-    )
-    between = edges.filter(pl.col("of") != pl.col("to"))
+    ).filter(pl.col("of") != pl.col("to"))
     arrows = between.select(
         "source", "target", arrow=pl.col("kind").cast(pl.String), id=pl.int_range(1, pl.len() + 1)
     )

@@ -189,10 +189,9 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             pl.col("ns").min().alias("min_step_ns"),
             pl.col("ns").max().alias("max_step_ns"),
         )
-        joined = sums.join(
+        summary = sums.join(
             spread, on=list(_KEYS), how="left", nulls_equal=True, maintain_order="left"
-        )
-        summary = joined.pipe(cast_to_schema, _SUMMARY)
+        ).pipe(cast_to_schema, _SUMMARY)
         summary = summary.sort(
             "total_ns", "kind", "size_bytes", descending=[True, False, False], nulls_last=True
         )
@@ -338,16 +337,15 @@ class CommunicationSection(CoreSection):
         ]
         if rows:
             # The host's calls of device work only show how long the launch took.
-            note = format_sum(
-                on_device or rows, "total_ns", "on devices" if on_device else "on the host"
-            )
             yield Table(
                 "collective-table",
                 "Communication",
                 columns,
                 rows,
                 "communication.collectives",
-                note,
+                format_sum(
+                    on_device or rows, "total_ns", "on devices" if on_device else "on the host"
+                ),
             )
 
 
@@ -408,7 +406,6 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
                     ", …" if len(members) > 6 else ""
                 )
             rows.append({**row, "who": member_label})
-        evidence = Col("evidence", "Evidence", "name", "how the role is known")
         columns: Columns = [
             "group",
             "role",
@@ -420,7 +417,7 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
             "+bytes",
             "+recorded_ranks",
             "+description",
-            evidence,
+            Col("evidence", "Evidence", "name", "how the role is known"),
         ]
         yield build_table("groups", "Process groups", columns, rows, key="groups-groups")
 
@@ -428,9 +425,9 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
         used = [row for row in value if row["count"]]
         if not used:
             return None
-        roles = Counter(row["role"] for row in used)
         role_counts = ", ".join(
-            f"{units.format_count(number)} {role}" for role, number in roles.most_common()
+            f"{units.format_count(number)} {role}"
+            for role, number in Counter(row["role"] for row in used).most_common()
         )
         return f"{units.format_count(len(used))} {'group' if len(used) == 1 else 'groups'} in use: {role_counts}"
 

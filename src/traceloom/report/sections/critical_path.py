@@ -146,13 +146,12 @@ class CriticalPathSection(Section[None, "CriticalPathValue"]):
         segments = path.stretches.with_row_index("row").sort("duration_ns", descending=True)
         longest = segments.head(_MAX_STRETCHES).sort("row").drop("row")
         law = path.law
-        name_rows = path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(
-            _MAX_NAMES
-        )
         frames = {
             "classes": path.classes,
             "ranks": path.ranks,
-            "names": name_rows,
+            "names": path.names.filter((pl.col("path_ns") > 0) | (pl.col("near_count") > 0)).head(
+                _MAX_NAMES
+            ),
             "stretches": longest,
         }
         return {

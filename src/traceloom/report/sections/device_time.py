@@ -248,17 +248,14 @@ class IdleSection(CoreSection):
             idle: dict[int | None, int] = {
                 device["device"]: device["idle_ns"] for device in account["devices"]
             }
-            rows = [
-                _build_cause_row(cause, windows[cause.device], idle[cause.device])
-                for cause in list_idle_causes(account)
-            ]
-            columns = _build_cause_columns(several_devices=len(windows) > 1)
-            title = f"Causes of idle time of {name}"
             yield Table(
                 f"idle-{position}",
-                title,
-                columns,
-                rows,
+                f"Causes of idle time of {name}",
+                _build_cause_columns(several_devices=len(windows) > 1),
+                [
+                    _build_cause_row(cause, windows[cause.device], idle[cause.device])
+                    for cause in list_idle_causes(account)
+                ],
                 "",
                 "",
                 _UNKNOWN_REASONS,
@@ -356,12 +353,6 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
             {**row, "cause": row["cause"].replace("_", " "), "because": _explain_gap(row)}
             for row in value
         ]
-        because = Col(
-            "because",
-            "Because",
-            "name",
-            "the host's event and what it stood in, or the awaited work",
-        )
         columns: Columns = [
             "?rank",
             "duration_ns",
@@ -370,7 +361,12 @@ class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
             "+cause_ns",
             "+evidence",
             "+step",
-            because,
+            Col(
+                "because",
+                "Because",
+                "name",
+                "the host's event and what it stood in, or the awaited work",
+            ),
         ]
         yield build_table("idle_gaps", "Longest gaps", columns, rows, key="idle-gaps-longest")
         columns = ["?rank", "duration_ns", "start_ns", "cause", "before_name", "after_name"]

@@ -169,16 +169,14 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         totals: Counter[int | None] = Counter()
         for at_once in value["concurrency"]:
             totals[at_once["rank"]] += at_once["ns"]
-        shares = [
-            {**row, "share": row["ns"] / max(totals[row["rank"]], 1)}
-            for row in value["concurrency"]
-        ]
-        share = Col("share", "Share", "share", "of the window")
         yield build_table(
             "threads.concurrency",
             "Threads active at once",
-            ["?rank", "threads", "ns", share],
-            shares,
+            ["?rank", "threads", "ns", Col("share", "Share", "share", "of the window")],
+            [
+                {**row, "share": row["ns"] / max(totals[row["rank"]], 1)}
+                for row in value["concurrency"]
+            ],
             among=rows,
         )
 
@@ -406,37 +404,35 @@ class DataLoadingSection(CoreSection):
         names = {
             rank["rank"]: format_rank_name(rank, k) for k, rank in enumerate(document["ranks"])
         }
-        columns = [
-            *((Col("rank", "Rank"),) if len(names) > 1 else ()),
-            Col("step", "Step", "count"),
-            Col("wait_ns", "Wait", "time", "time in the data loader's next batch"),
-            Col("fraction", "Of the step", "share"),
-            Col(
-                "gpu_idle_ns",
-                "GPU idle",
-                "time",
-                "part of the wait in which no device had any work",
-            ),
-            Col(
-                "holds",
-                "Holds up",
-                "text",
-                "at least 5 % of the step, and the GPU had no work in at least half of it",
-            ),
-        ]
-        rows = [
-            {
-                **row,
-                "rank": names.get(row["rank"], "–"),
-                "holds": format_yes_no(row.get("bottleneck")),
-            }
-            for row in loading["steps"]
-        ]
         yield Table(
             "loading-table",
             "Loader waits by step",
-            columns,
-            rows,
+            [
+                *((Col("rank", "Rank"),) if len(names) > 1 else ()),
+                Col("step", "Step", "count"),
+                Col("wait_ns", "Wait", "time", "time in the data loader's next batch"),
+                Col("fraction", "Of the step", "share"),
+                Col(
+                    "gpu_idle_ns",
+                    "GPU idle",
+                    "time",
+                    "part of the wait in which no device had any work",
+                ),
+                Col(
+                    "holds",
+                    "Holds up",
+                    "text",
+                    "at least 5 % of the step, and the GPU had no work in at least half of it",
+                ),
+            ],
+            [
+                {
+                    **row,
+                    "rank": names.get(row["rank"], "–"),
+                    "holds": format_yes_no(row.get("bottleneck")),
+                }
+                for row in loading["steps"]
+            ],
             "data_loading.steps",
             brief=False,
         )

@@ -187,8 +187,7 @@ class InferenceSection(Section[Inference, "InferenceValue"]):
                 ["?rank", "graph", "node", "total_ns", "op_name", "+evidence", "+reason", "name"],
             ),
         ]
-        everything = [row for _, _, rows, _ in listed for row in rows]
-        yield from self.filled(listed, everything)
+        yield from self.filled(listed, [row for _, _, rows, _ in listed for row in rows])
 
     def summary(self, value: InferenceValue) -> str | None:
         if not value:

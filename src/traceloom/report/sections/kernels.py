@@ -389,15 +389,14 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
     def measure(self, trace: Trace, options: ReportOptions) -> Frames:
         kinds = analyze.kernel_kinds(trace, options.kind_rules)
         efficiency = analyze.kernel_efficiency(trace)
-        devices = kinds.devices[["device", "window_ns", "busy_ns", "idle_ns"]].join(
-            efficiency.devices.drop("window_ns"),
-            on="device",
-            how="left",
-            nulls_equal=True,
-            maintain_order="left",
-        )
         return {
-            "devices": devices[list(_DEVICE_SCHEMA)],
+            "devices": kinds.devices[["device", "window_ns", "busy_ns", "idle_ns"]].join(
+                efficiency.devices.drop("window_ns"),
+                on="device",
+                how="left",
+                nulls_equal=True,
+                maintain_order="left",
+            )[list(_DEVICE_SCHEMA)],
             "kinds": kinds.kinds.filter(pl.col("count") > 0).sort(
                 "device", "sum_ns", descending=[False, True]
             ),
@@ -416,7 +415,6 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
         frames = measurements.frames(name for name in self.parts if name != "job")
         frames["kernels"] = measurements.concat(lambda of: of["kernels"].head(max_kernels))
         # over all ranks; a rank without such work counts as 0
-        on_all_ranks = pl.len() == rank_count
         job = (
             frames["kinds"]
             .group_by("rank", "kind")
@@ -427,7 +425,7 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
                 rank_count=pl.len(),
                 sum_ns=pl.col("sum_ns").sum(),
                 mean_exclusive_ns=pl.col("exclusive_ns").sum() / rank_count,
-                min_exclusive_ns=pl.when(on_all_ranks)
+                min_exclusive_ns=pl.when(pl.len() == rank_count)
                 .then(pl.col("exclusive_ns").min())
                 .otherwise(0),
                 max_exclusive_ns=pl.col("exclusive_ns").max(),
@@ -473,12 +471,11 @@ class KernelKindsSection(Section[Frames, "KindsValue"]):
             "Exclusive times and idle time add up to the window of the GPU.",
         )
         columns = ["?rank", "?device", "bound", "sum_ns", "fraction", "exclusive_ns", "count"]
-        bounds = [row for row in value["bounds"] if row["count"]]
         yield build_table(
             "kinds.bounds",
             "GPU time by what bounds it",
             columns,
-            bounds,
+            [row for row in value["bounds"] if row["count"]],
             "Unknown: no model of the operator, no shapes, or a GPU without known peaks.",
             among=value["bounds"],
         )

@@ -171,17 +171,6 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
         bins: dict[int, list[LaunchesBinsRow]] = {}  # by lower bound
         for row in value["bins"]:
             bins.setdefault(row["low_ns"], []).append(row)
-        filled = [
-            {
-                "low_ns": low_ns,
-                "high_ns": rows[0]["high_ns"],
-                "kernel_count": sum(row["kernel_count"] for row in rows),
-                "total_ns": sum(row["total_ns"] for row in rows),
-                "short_count": sum(row["short_count"] for row in rows),
-            }
-            for low_ns, rows in sorted(bins.items())
-            if any(row["kernel_count"] for row in rows)
-        ]
         listed: list[TableSpec] = [
             (
                 "totals",
@@ -256,7 +245,17 @@ class LaunchesSection(Section[Launches, "LaunchesValue"]):
             (
                 "bins",
                 "Kernels by duration",
-                filled,
+                [
+                    {
+                        "low_ns": low_ns,
+                        "high_ns": rows[0]["high_ns"],
+                        "kernel_count": sum(row["kernel_count"] for row in rows),
+                        "total_ns": sum(row["total_ns"] for row in rows),
+                        "short_count": sum(row["short_count"] for row in rows),
+                    }
+                    for low_ns, rows in sorted(bins.items())
+                    if any(row["kernel_count"] for row in rows)
+                ],
                 ["low_ns", "high_ns", "kernel_count", "total_ns", "short_count"],
             ),
             (
@@ -399,10 +398,9 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
         launches = analyze.graph_launches(trace)
         if not launches.graphs.height:
             return {name: pl.DataFrame(schema=part.columns) for name, part in self.parts.items()}
-        order = launches.replays["deviation"].is_null()
-        replays = launches.replays.with_columns(order.alias("usual")).sort(
-            "usual", "span_ns", descending=[False, True]
-        )
+        replays = launches.replays.with_columns(
+            launches.replays["deviation"].is_null().alias("usual")
+        ).sort("usual", "span_ns", descending=[False, True])
         nodes = launches.nodes.sort("total_ns", descending=True, maintain_order=True)
         return {
             "graphs": launches.graphs,
@@ -419,7 +417,6 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
         return self.lists(measurements.frames(self.parts), unknowns)
 
     def tables(self, value: GraphLaunchesValue) -> Iterator[Table]:
-        deviating = [row for row in value["replays"] if row["deviation"]]
         listed: list[TableSpec] = [
             (
                 "graphs",
@@ -462,7 +459,7 @@ class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
             (
                 "replays",
                 "Replays that deviate",
-                deviating,
+                [row for row in value["replays"] if row["deviation"]],
                 [
                     "?rank",
                     "graph",

@@ -323,12 +323,11 @@ class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
             ]
 
         note = "Parameters, with their gradients and optimizer states, and what its calls allocated; at the peak."
-        modules = rows(lambda memory: memory["modules"])
         yield build_table(
             f"{path}.modules",
             "By module",
             [*label_columns, *value_columns, "name"],
-            modules,
+            rows(lambda memory: memory["modules"]),
             note,
             key="memory-modules",
         )

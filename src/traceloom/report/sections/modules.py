@@ -316,10 +316,9 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             Col("where", "Frame", "name"),
         ]
         total_ns = max(value["busy_ns"], 1)
-        functions = sorted(value["functions"], key=lambda row: -row["self_ns"])
         rows = [
             {**row, "share": row["self_ns"] / total_ns, "where": format_frame(row)}
-            for row in functions
+            for row in sorted(value["functions"], key=lambda row: -row["self_ns"])
         ]
         note = "Frames, operators and calls by the time spent in themselves."
         yield build_table("flame.functions", "Frames", columns, rows, note)
@@ -415,8 +414,7 @@ def collapse_call_chains(tree: list[FlameTreeRow]) -> list[FlameTreeRow]:
             for row in rows
             if row["file"] and is_user_frame(f"{row['file']}({row['line']}): {row['name']}")
         ]
-        modules = [row for row in rows if row["kind"] == "module"]
-        frame = (modules or users or rows)[-1]
+        frame = ([row for row in rows if row["kind"] == "module"] or users or rows)[-1]
         location = f" {frame['file']}:{frame['line']}" if frame["file"] else ""
         chain_note = f" (+{len(chain) - 1})" if len(chain) > 1 else ""
         name = f"{str(frame['name']).removeprefix('nn.Module: ')}{location}{chain_note}"

@@ -107,7 +107,6 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
                 ),
             )
         ]
-        says = Col("says", "What to do, or why it is not known", "name")
         columns: Columns = [
             *several,
             "pattern",
@@ -115,7 +114,7 @@ class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
             "host_ns",
             "gpu_ns",
             "+evidence",
-            says,
+            Col("says", "What to do, or why it is not known", "name"),
         ]
         yield build_table(
             "anti_patterns.job", "Known patterns", columns, rows, key="anti-patterns-patterns"
@@ -209,9 +208,8 @@ class PatternsSection(Section[Patterns, "PatternsValue"]):
             .with_columns((pl.col("kernel_ns") / max(total_ns, 1)).alias("fraction"))
             .sort("kind", "kernel_ns", descending=[False, True], maintain_order=True)
         )
-        lists = self.lists({"job": job.pipe(cast_to_schema, _JOB), "ranks": sequences}, unknowns)
         return {
-            **lists,
+            **self.lists({"job": job.pipe(cast_to_schema, _JOB), "ranks": sequences}, unknowns),
             "fusible_count": sum(result.fusible_count for result in measurements.results),
         }
 

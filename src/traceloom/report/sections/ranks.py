@@ -518,8 +518,7 @@ class PipelineSection(RanksSection["PipelineValue"]):
         bubble = sum(row["mean_bubble_ns"] for row in stages)
         window = sum(row["mean_window_ns"] for row in stages)
         worst = max(stages, key=lambda row: row["bubble_fraction"])
-        pipeline_count = len({row["pipeline"] for row in stages})
-        pipelines = units.format_quantity(pipeline_count, "pipeline")
+        pipelines = units.format_quantity(len({row["pipeline"] for row in stages}), "pipeline")
         share = units.format_share(worst["mean_bubble_ns"], worst["mean_window_ns"])
         depth = max(row["stage_count"] for row in stages)
         return (

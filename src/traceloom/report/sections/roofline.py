@@ -253,11 +253,10 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         text = f"{units.format_flops(sum(flops) / len(flops))} per {scope}"
         # Work that is mostly not modelled counts as measured, because its efficiency is unknown.
         placed = sum(row["gpu_ns"] * (row["placed_fraction"] or 0) for row in rows)
-        dimension_values = (
+        for name, values in (
             ("of the roofline", [row["roofline_fraction"] for row in modelled]),
             ("MFU", [row["mfu"] for row in modelled]),
-        )
-        for name, values in dimension_values:
+        ):
             fractions = [fraction for fraction in values if fraction is not None]
             if fractions and placed >= _MIN_PLACED_SHARE * gpu:
                 text += f", {units.format_share(sum(fractions) / len(fractions), 1)} {name}"

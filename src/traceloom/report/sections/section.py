@@ -293,10 +293,10 @@ def add_shares(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     largest first.
     """
     total = frame[column].sum()
-    share = pl.col(column) / total if total else pl.lit(0.0)
-    return frame.with_columns(mean_ns=pl.col("total_ns") // pl.col("count"), fraction=share).sort(
-        column, "name", descending=[True, False], maintain_order=True
-    )
+    return frame.with_columns(
+        mean_ns=pl.col("total_ns") // pl.col("count"),
+        fraction=pl.col(column) / total if total else pl.lit(0.0),
+    ).sort(column, "name", descending=[True, False], maintain_order=True)
 
 
 class Section(Generic[Result, Value]):

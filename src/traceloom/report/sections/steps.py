@@ -81,9 +81,11 @@ class StepsSection(CoreSection):
         number = f"{count_range} whole step{'' if counts == [1] else 's'}"
         if len(times) > 1:
             median = f"{number} of each of {len(times)} ranks; median {units.format_duration(fastest['median_ns'])}"
-            if fastest["median_ns"] == slowest["median_ns"]:
-                return median
-            return f"{median} ({fast}) to {units.format_duration(slowest['median_ns'])} ({slow})"
+            return (
+                median
+                if fastest["median_ns"] == slowest["median_ns"]
+                else f"{median} ({fast}) to {units.format_duration(slowest['median_ns'])} ({slow})"
+            )
         if counts == [1]:
             return f"{number}, {units.format_duration(fastest['median_ns'])}"
         between = f"{units.format_duration(fastest['min_ns'])} to {units.format_duration(fastest['max_ns'])}"

@@ -67,10 +67,9 @@ class DetailedRanks:
 
     def session(self, complete_session: Session) -> Session:
         """Returns these ranks, cut to the step."""
-        traces = (complete_session.traces[position] for position in self.positions)
         selected_traces = tuple(
             trace if self.step is None else cut_trace_to_steps(trace, (self.step, self.step))
-            for trace in traces
+            for trace in (complete_session.traces[position] for position in self.positions)
         )
         return replace(complete_session, traces=selected_traces)
 
@@ -532,15 +531,14 @@ def render_titled_table(
     """Renders one table with its figure; with a heading unless it is alone in its section."""
     head = "" if standalone else f"<h3>{escape(data_table.title)}</h3>"
     note = f'<p class="quiet">{render_inline_code(data_table.note)}</p>' if data_table.note else ""
-    unknown_reasons = {
-        **(reasons.columns(data_table.path) if data_table.path else {}),
-        **(data_table.unknown or {}),
-    }
     figure = render_html_table(
         data_table.key,
         data_table.columns,
         data_table.rows,
-        unknown_reasons,
+        {
+            **(reasons.columns(data_table.path) if data_table.path else {}),
+            **(data_table.unknown or {}),
+        },
         data_table.title,
         max_rows=max_rows,
     )
@@ -585,9 +583,9 @@ def render_report_page(document: ReportDocument, session: Session) -> str:
     if view is not None:
         events = note + read_asset("timeline.html")
         if view.omitted:
-            largest_first = sorted(view.omitted.items(), key=lambda pair: -pair[1])
             kinds = ", ".join(
-                f"{units.format_count(number)} {kind}" for kind, number in largest_first
+                f"{units.format_count(number)} {kind}"
+                for kind, number in sorted(view.omitted.items(), key=lambda pair: -pair[1])
             )
             events += (
                 f'<p class="quiet">The timeline shows {units.format_count(view.shown)} events. The shortest ones are left out '

@@ -215,10 +215,9 @@ def render_findings(document: ReportDocument, reasons: Reasons) -> str:
         hint += '<p class="quiet">Which code holds the host: record with <code>--stacks</code>.</p>'
     abstained = ""
     if abstentions := context["abstentions"] if context else []:
-        reason_of = {row["slug"]: row["reason"] for row in abstentions}
         items = "".join(
             f"<li>{escape_html(slug)}: {render_inline_code(reason)}</li>"
-            for slug, reason in reason_of.items()
+            for slug, reason in {row["slug"]: row["reason"] for row in abstentions}.items()
         )
         abstained = f"<details><summary>Checks that were skipped ({len(abstentions)})</summary>"
         abstained += f'<ul class="quiet">{items}</ul></details>'

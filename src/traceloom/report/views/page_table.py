@@ -176,10 +176,9 @@ def encode_varints(values: Ints) -> bytes:
     for byte in range(int(length.max())):
         active = length > byte
         digits = (remaining[active] >> np.uint64(7 * byte)) & np.uint64(0x7F)
-        last = length[active] == byte + 1
-        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(last, 0, 0x80).astype(
-            np.uint8
-        )
+        out[starts[active] + byte] = digits.astype(np.uint8) | np.where(
+            length[active] == byte + 1, 0, 0x80
+        ).astype(np.uint8)
     return out.tobytes()
 
 

@@ -141,8 +141,7 @@ def render_bar_table(
         width: Width of the whole line.
     """
     without_bars = render_table(columns, rows, ("", lambda *_: ""), width)
-    bar_width = width - max(line.cell_len for line in without_bars) - len(_GAP)
-    if bar_width >= _MIN_BAR_WIDTH:
+    if width - max(line.cell_len for line in without_bars) - len(_GAP) >= _MIN_BAR_WIDTH:
         return render_table(
             columns, rows, ("", lambda i, left: draw_row_bar(i, min(left, _MAX_BAR_WIDTH))), width
         )

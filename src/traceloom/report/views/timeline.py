@@ -69,12 +69,11 @@ def build_counters(trace: Trace) -> pl.DataFrame:
         device_name = f"{kind} {device}" if isinstance(device, int) and device >= 0 else str(kind)
         for column, label in (("allocated_bytes", "allocated"), ("reserved_bytes", "reserved")):
             samples = curve.drop_nulls(column)
-            value = (samples[column] / 1e6).to_numpy()
             curves.append(
                 _build_curve(
                     f"{sanitize(device_name)} memory {label} MB",
                     samples["time_ns"].to_numpy(),
-                    value,
+                    (samples[column] / 1e6).to_numpy(),
                 )
             )
     return pl.concat([build_non_memory_counters(trace), *curves])
@@ -130,8 +129,7 @@ def compute_busy_percent(start: Ints, end: Ints) -> tuple[Ints, NDArray[np.float
     before = np.append(0, np.cumsum(high - low))
     open_ = np.searchsorted(low, edges, side="right") - 1
     passed = before[open_] + np.minimum(edges, high[open_]) - low[open_]
-    share = np.diff(passed) * 100.0 / np.diff(edges)
-    return edges, np.append(np.round(share, 1), 0.0)
+    return edges, np.append(np.round(np.diff(passed) * 100.0 / np.diff(edges), 1), 0.0)
 
 
 def _count_queued_launches(trace: Trace, work: pl.DataFrame, name: str) -> pl.DataFrame:
@@ -247,9 +245,9 @@ def build(
         position_of_event = np.full(trace.events.height + 1, 0, dtype=np.int64)
         position_of_event[part["event"].to_numpy()] = np.arange(first + 1, first + 1 + part.height)
         counts = dict(part.group_by("order").len().iter_rows())
-        lane_rows = table.drop("lane", "order").to_dicts()
         lanes += [
-            {**row, "count": counts.get(position, 0)} for position, row in enumerate(lane_rows)
+            {**row, "count": counts.get(position, 0)}
+            for position, row in enumerate(table.drop("lane", "order").to_dicts())
         ]
         parts.append(part)
         positions.append(position_of_event)
@@ -300,10 +298,9 @@ def _build_path(
     for number, trace in enumerate(session.traces):
         ranks.setdefault(0 if trace.rank is None else trace.rank, number)
     keys = ("kind", "process", "thread", "device", "stream")
-    visible_lanes = [lane for lane in lanes if lane["count"]]
     lane_numbers = {
         (lane["trace"], *(lane[key] for key in keys)): number
-        for number, lane in enumerate(visible_lanes)
+        for number, lane in enumerate([lane for lane in lanes if lane["count"]])
     }
     segments = []
     last = max((trace.end_ns for trace in session.traces), default=0) - session.epoch_ns
@@ -419,14 +416,13 @@ def _select_events(trace: Trace, lanes: pl.DataFrame, share: int) -> pl.DataFram
 
 def _build_launch_facts(trace: Trace) -> pl.DataFrame:
     """Returns the launch configurations of kernels, as texts of facts: event, facts."""
-    sizes = {
-        dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(
-            dimension
-        )
-        for dimension in ("grid", "block")
-    }
     values = {
-        **sizes,
+        **{
+            dimension: pl.format("{} × {} × {}", *(f"{dimension}_{axis}" for axis in "xyz")).alias(
+                dimension
+            )
+            for dimension in ("grid", "block")
+        },
         "registers per thread": pl.col("registers").cast(pl.String),
         "shared memory": pl.col("shared_bytes").cast(pl.String),
         "blocks per SM": pl.col("blocks_per_sm").round(2).cast(pl.String),
@@ -435,8 +431,7 @@ def _build_launch_facts(trace: Trace) -> pl.DataFrame:
         ),
     }
     texts = [pl.lit(f"{title}\x1f") + value for title, value in values.items()]
-    rows = kernel_launches(trace).rows
-    return rows.select(
+    return kernel_launches(trace).rows.select(
         "event", pl.concat_str(texts, separator="\x1e", ignore_nulls=True).alias("facts")
     )
 
@@ -523,10 +518,9 @@ def _encode_distinct(
         .drop("count")
         .with_row_index("number", offset=1)
     )
-    number = events.select(columns).join(distinct, on=columns, how="left", maintain_order="left")[
+    return events.select(columns).join(distinct, on=columns, how="left", maintain_order="left")[
         "number"
-    ]
-    return number.fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
+    ].fill_null(0).cast(pl.Int64).to_numpy(), distinct.drop("number").rows()
 
 
 def _build_rank(trace: Trace, epoch_ns: int, shift: int, curves: list[CurveRow]) -> dict[str, Any]:
@@ -571,12 +565,11 @@ def build_tracks(trace: Trace, epoch_ns: int) -> list[dict[str, Any]]:
         if not value.size or not value.any():
             continue
         positions = downsample_extremes(value, _MAX_CURVE_POINTS)
-        rounded_values = [float(f"{number:.4g}") for number in value[positions].tolist()]
         out.append(
             {
                 "name": sanitize(str(name)).strip(),
                 "time_ns": time[positions].tolist(),
-                "values": rounded_values,
+                "values": [float(f"{number:.4g}") for number in value[positions].tolist()],
             }
         )
     return out[:MAX_CURVES]
@@ -697,10 +690,9 @@ def _add_samples(trace: Trace, samples: pl.DataFrame) -> Trace:
         category=pl.lit(OTHER),
         duration_ns=pl.col("nested_end_ns") - pl.col("start_ns"),
     )
-    schema = SCHEMAS["events"]
     added = span_frame.select(
         (pl.col(name) if name in span_frame.columns else pl.lit(None)).cast(kind).alias(name)
-        for name, kind in schema.items()
+        for name, kind in SCHEMAS["events"].items()
     ).with_columns(event=pl.int_range(first, first + pl.len(), dtype=pl.UInt32))
     events = pl.concat([trace.events, added])
     order = np.argsort(
