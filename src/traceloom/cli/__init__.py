@@ -247,9 +247,10 @@ def _convert_os_error(error: OSError) -> TraceloomError:
     with suppress(OSError, ValueError):
         # Buffered output would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    message = f"standard output cannot be written: {reason}"
     return OutputError(
-        message, slug="cannot-write", hint="make room there, or write a file with -o"
+        f"standard output cannot be written: {reason}",
+        slug="cannot-write",
+        hint="make room there, or write a file with -o",
     )
 
 

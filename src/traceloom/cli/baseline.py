@@ -79,8 +79,11 @@ def run(args: argparse.Namespace) -> int:
     ):
         wrong = wrong or "--fail-if, --strict, --power and -o belong to `compare`"
     if wrong:
-        hint = "traceloom baseline save NAME RUN... | list | compare NAME RUN..."
-        raise UsageError(wrong, slug="wrong-usage", hint=hint)
+        raise UsageError(
+            wrong,
+            slug="wrong-usage",
+            hint="traceloom baseline save NAME RUN... | list | compare NAME RUN...",
+        )
     return {"save": _save, "list": _list, "compare": _compare}[args.action](args)
 
 

@@ -115,8 +115,11 @@ def raise_unless_passed(document: VerdictDocument) -> None:
         return
     if document["verdict"] == "fail":
         raise CheckError(document["sentence"], slug="check-failed")
-    hint = "record more runs of both sides, or more steps"
-    raise CheckError(document["sentence"], slug="check-inconclusive", hint=hint)
+    raise CheckError(
+        document["sentence"],
+        slug="check-inconclusive",
+        hint="record more runs of both sides, or more steps",
+    )
 
 
 def end_with_refusals(refused: Sequence[Notice]) -> None:

@@ -68,8 +68,11 @@ def run(args: argparse.Namespace) -> int:
     if args.conditions:
         return _check(args)
     if args.more_base or args.more_new or args.strict:
-        message = "--base, --new and --strict belong to a check"
-        raise UsageError(message, slug="wrong-usage", hint="add --fail-if 'step_time > 3%'")
+        raise UsageError(
+            "--base, --new and --strict belong to a check",
+            slug="wrong-usage",
+            hint="add --fail-if 'step_time > 3%'",
+        )
 
     page, markdown = (
         outputs.make_lazy_writer("traceloom.report.comparison:render"),

@@ -123,11 +123,14 @@ def run(args: argparse.Namespace) -> int:
         entry for entry in explanations if args.slug is not None and fnmatch(args.slug, entry.slug)
     ]
     if args.slug is not None and not selected:
-        hint = (
-            nearest(args.slug, [entry.slug for entry in explanations])
-            + "traceloom explain lists all names"
+        raise UsageError(
+            f"nothing is called `{args.slug}`",
+            slug="no-such-name",
+            hint=(
+                nearest(args.slug, [entry.slug for entry in explanations])
+                + "traceloom explain lists all names"
+            ),
         )
-        raise UsageError(f"nothing is called `{args.slug}`", slug="no-such-name", hint=hint)
     if selected:
         terminal.print_lines(
             lambda width: _render_explanations(selected, width, quiet=args.quiet), sys.stdout

@@ -499,8 +499,9 @@ def _run_rules(name: str, args: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise unreadable(args.file, error) from error
     client.timeout_s = 120.0
-    body = {"text": text, "dry_run": args.dry_run, "since": args.since, "until": args.until}
-    answer = client.post(name, body)
+    answer = client.post(
+        name, {"text": text, "dry_run": args.dry_run, "since": args.since, "until": args.until}
+    )
     if args.json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -884,9 +885,11 @@ def _fetch(args: argparse.Namespace) -> int:
     from traceloom.system.files import compute_sha256
 
     if args.output.exists() or args.output.is_symlink():
-        message = "there is something already"
         raise OutputError(
-            message, slug="file-exists", where=str(args.output), hint="name another -o"
+            "there is something already",
+            slug="file-exists",
+            where=str(args.output),
+            hint="name another -o",
         )
     client, route = create_fleet_client(args), f"captures/{args.capture}"
 

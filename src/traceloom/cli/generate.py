@@ -116,8 +116,11 @@ def run(args: argparse.Namespace) -> int:
         "schedule": generate.SCHEDULES,
     }.items():
         if name in given_options and given_options[name] not in names:
-            hint = nearest(given_options[name], names) + f"there are {', '.join(names)}"
-            raise UsageError(f"`{given_options[name]}` is no {name}", slug="wrong-usage", hint=hint)
+            raise UsageError(
+                f"`{given_options[name]}` is no {name}",
+                slug="wrong-usage",
+                hint=nearest(given_options[name], names) + f"there are {', '.join(names)}",
+            )
     if given_options.get("ranks", 2) < 2:
         raise UsageError(
             "a single rank has no peer to communicate with",

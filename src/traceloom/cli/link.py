@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traceloom.cli import options as types, outputs
+from traceloom.cli import checks, options as types, outputs
 from traceloom.cli.outputs import Progress
-from traceloom.errors import PartialError
 
 if TYPE_CHECKING:
     from traceloom.graph import Linked
@@ -103,20 +102,19 @@ def run(args: argparse.Namespace) -> int:
             else:
                 from traceloom.report.views import terminal
 
-                show = partial(terminal.show_graph, document, sys.stdout)
+                show = partial(terminal.print_lines, partial(graph.render, document), sys.stdout)
         written: list[str] = []
         if writing is not None:
             progress.show(f"writing {args.output}")
             written = writing.result()
     show()
-    if args.output is None:
-        following = f"\nNext: traceloom link {shlex.join(args.inputs)} -o out.graph"
-    else:
-        following = f"Next: traceloom {'show' if format_name == 'graph' else 'validate'} {shlex.quote(args.output)}"
+    following = (
+        f"\nNext: traceloom link {shlex.join(args.inputs)} -o out.graph"
+        if args.output is None
+        else f"Next: traceloom {'show' if format_name == 'graph' else 'validate'} {shlex.quote(args.output)}"
+    )
     outputs.print_messages(args, *written, following)
-    if linked.refused:
-        others_note = f" (and {len(linked.refused) - 1} more)" if len(linked.refused) > 1 else ""
-        raise PartialError(f"{linked.refused[0].message}{others_note}", slug="refused-input")
+    checks.end_with_refusals(linked.refused)
     return 0
 
 

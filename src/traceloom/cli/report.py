@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
     if brief and document_cache and (short := document_cache.get(_SHORT)):
         from traceloom.report.views import terminal
 
-        terminal.show_short(short, sys.stdout)
+        terminal.print_lines(partial(terminal.render_short, short), sys.stdout)
         _close(args, short)
         return 0
     # A remembered report needs none of what reads traces.
@@ -319,9 +319,10 @@ def _read_options(args: argparse.Namespace) -> ReportOptions:
     # Peaks and rules of the user are checked before anything is read.
     peak: str | None = args.device if args.peak is None else args.peak
     if args.peak is not None and "=" not in args.peak:
-        hint = "give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device"
         raise UsageError(
-            f"`{args.peak}` is no pair of a name and a number", slug="bad-peak", hint=hint
+            f"`{args.peak}` is no pair of a name and a number",
+            slug="bad-peak",
+            hint="give --peak bf16=989e12,memory=3.35e12, or --device with the name of a device",
         )
     if peak is not None:
         from traceloom.analyze.placed_calls import parse_peak

@@ -255,8 +255,9 @@ def run_sweep(args: argparse.Namespace) -> int:
     targets = outputs.resolve_output_files(args, writers)
     saved_points = _SavedPoints(targets[0][0], question) if targets else None
     with Progress(enabled=not args.quiet) as progress:
-        rows = _evaluate_missing_points(question, axes, points, saved_points, progress)
-        table = SweepTable.of(axes, rows)
+        table = SweepTable.of(
+            axes, _evaluate_missing_points(question, axes, points, saved_points, progress)
+        )
         document = report.build(table, " ".join(args.inputs))
         written = outputs.write_output_files(args, targets, document, progress)
     if saved_points is not None:
@@ -625,8 +626,11 @@ def _run_astra_sim(args: argparse.Namespace, progress: Progress) -> Simulation:
     for text in args.collectives:
         kind, equals, prefix = text.partition("=")
         if not equals or not prefix:
-            hint = "as all_reduce=custom/ring for custom/ring.0.et, ..."
-            raise UsageError(f"`{text}` is no KIND=PREFIX", slug="wrong-usage", hint=hint)
+            raise UsageError(
+                f"`{text}` is no KIND=PREFIX",
+                slug="wrong-usage",
+                hint="as all_reduce=custom/ring for custom/ring.0.et, ...",
+            )
         algorithms[kind] = prefix
     network, system = read_network(args.network), read_system(args.system)
     progress.show("reading")

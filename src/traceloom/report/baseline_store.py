@@ -189,9 +189,10 @@ class _RemoteDirectory:
                     self._fs.rm_file(temporary_path)
                 raise
         except Exception as error:
-            message = f"`{location}` cannot be written: {error or type(error).__name__}"
             raise OutputError(
-                message, slug="cannot-write", hint="choose another place with --store"
+                f"`{location}` cannot be written: {error or type(error).__name__}",
+                slug="cannot-write",
+                hint="choose another place with --store",
             ) from error
         return location
 

@@ -94,9 +94,9 @@ def _transfer_lines(transfers: Sequence[TransferFitRow], width: int) -> Iterator
         ]
         for row in transfers
     ]
-    columns = [
-        TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")
-    ]
     yield from render_table(
-        columns, cells, ("", lambda i, room: fit_name(transfers[i]["collective"], room)), width
+        [TextColumn(name) for name in ("ranks", "size", "count", "latency", "bandwidth", "off by")],
+        cells,
+        ("", lambda i, room: fit_name(transfers[i]["collective"], room)),
+        width,
     )

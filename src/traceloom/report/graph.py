@@ -141,8 +141,9 @@ def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]
     if not law or not law["path"]:
         return
     window = law["window_ns"]
-    note = f"one re-timing pass takes {units.format_duration(law['pass_ns'])}"
-    yield from render_heading("Critical path", note, width)
+    yield from render_heading(
+        "Critical path", f"one re-timing pass takes {units.format_duration(law['pass_ns'])}", width
+    )
     parts = [
         (
             _PART_LABELS.get(row["what"], "{} of {}").format(row["what"], row["kind"]),
@@ -164,8 +165,9 @@ def _render_critical_path(document: GraphDocument, width: int) -> Iterator[Text]
         _, time, style = parts[number]
         return draw_bar(max(time, 0) / max(window, 1), width_left, style)
 
-    columns = (TextColumn("", right=False), TextColumn("time"), TextColumn("share"))
-    yield from render_bar_table(columns, rows, bar, width)
+    yield from render_bar_table(
+        (TextColumn("", right=False), TextColumn("time"), TextColumn("share")), rows, bar, width
+    )
 
 
 def _render_coverage(document: GraphDocument, width: int) -> Iterator[Text]:

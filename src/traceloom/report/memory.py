@@ -57,7 +57,6 @@ from traceloom.trace.trace import Trace
 if TYPE_CHECKING:
     from traceloom.report.documents import MemoryDocument
     from traceloom.report.documents.memory import (
-        MemoryActivationRow,
         MemoryAllocatorRow,
         MemoryCurveRow,
         MemoryEndRow,
@@ -169,15 +168,6 @@ def explain_unknown_growth(entry: MemoryRankRow) -> str | None:
         return None
     had = ("none was", "only one was")[steps] if steps < 2 else f"only {steps} were"
     return f"it takes at least {MIN_STEPS + 1} steps, and {had} recorded"
-
-
-def build_activation_rows(
-    explained: ExplainedMemory, pool: int, row: int, absent: UnknownValues
-) -> list[MemoryActivationRow]:
-    """Returns activations by module and what checkpointing each would save; the largest savings."""
-    return absent.rows(
-        summarize_activations(explained, pool, row).head(MAX_MODULES), "memories[*].activations"
-    )
 
 
 def build_allocator_row(
@@ -550,7 +540,11 @@ def build_rank_entry(
                 "growth": build_growth_rows(
                     explained, memory_state.growth, totals, capacity, absent
                 ),
-                "activations": build_activation_rows(explained, pool, row, absent),
+                # by module, what checkpointing each would save; the largest savings first
+                "activations": absent.rows(
+                    summarize_activations(explained, pool, row).head(MAX_MODULES),
+                    "memories[*].activations",
+                ),
                 "allocator": absent.value(
                     build_allocator_row(trace, totals, snapshot), "memories[*].allocator"
                 ),
@@ -707,8 +701,11 @@ def select_memories(memories: list[MemoryMemoryRow]) -> list[MemoryMemoryRow]:
 
 def build_scopes_table(memory: MemoryMemoryRow, key: str) -> Table:
     """Returns memory by owner, each row including the indented ones below it."""
-    self_column = Col("self_bytes", "Its own", "bytes", "held by no row below it")
-    columns = [*HELD_COLUMNS, self_column, Col("name", "Scope and operator", "name")]
+    columns = [
+        *HELD_COLUMNS,
+        Col("self_bytes", "Its own", "bytes", "held by no row below it"),
+        Col("name", "Scope and operator", "name"),
+    ]
     return Table(key, "Memory by scope", columns, collapse_chains(memory["tree"]))
 
 

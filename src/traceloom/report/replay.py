@@ -75,8 +75,10 @@ def write_json(comparison: ReplayComparison, handle: BinaryIO) -> None:
 
 def find_slowest_rank(comparison: ReplayComparison) -> ReplayWholeRow:
     """Returns the row of `whole` of the rank whose passes took longest."""
-    row = comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True)
-    return cast("ReplayWholeRow", row)
+    return cast(
+        "ReplayWholeRow",
+        comparison.whole.sort("replayed_ns", "rank", descending=[True, False]).row(0, named=True),
+    )
 
 
 def has_gpu_times(total_rows: Iterable[ReplayWholeRow]) -> bool:

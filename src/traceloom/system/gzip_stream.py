@@ -71,8 +71,11 @@ class GzipStream:
             for chunk in self:
                 chunks.append(chunk)
                 if self.given > max_bytes:
-                    message = f"the {file_kind} has more than {max_bytes / 1e9:.1f} GB of text"
-                    raise InputError(message, slug="gzip-bomb", where=str(path))
+                    raise InputError(
+                        f"the {file_kind} has more than {max_bytes / 1e9:.1f} GB of text",
+                        slug="gzip-bomb",
+                        where=str(path),
+                    )
         except OSError as error:
             raise unreadable(path, error) from error
         return b"".join(chunks)

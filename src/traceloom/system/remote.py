@@ -87,9 +87,10 @@ def fetch_copy(
     """
     address, display_url = urlsplit(url), strip_secrets(url)
     if address.scheme not in {*_SERVERS, *_STORES}:
-        hint = "give a file, a directory, or an address with s3://, gs://, http:// or https://"
         raise UsageError(
-            f"`{display_url}` is no address to read from", slug="unknown-address", hint=hint
+            f"`{display_url}` is no address to read from",
+            slug="unknown-address",
+            hint="give a file, a directory, or an address with s3://, gs://, http:// or https://",
         )
     name = PurePosixPath(unquote(address.path)).name or address.netloc.rpartition("@")[2]
     copy = (
@@ -219,8 +220,11 @@ def _convert_errors(display_url: str) -> Iterator[None]:
             "there is no such file or directory", slug="unreadable", where=display_url
         ) from error
     except Exception as error:
-        message = f"it cannot be fetched: {getattr(error, 'reason', error) or type(error).__name__}"
-        raise InputError(message, slug="unreadable", where=display_url) from error
+        raise InputError(
+            f"it cannot be fetched: {getattr(error, 'reason', error) or type(error).__name__}",
+            slug="unreadable",
+            where=display_url,
+        ) from error
 
 
 def _list_store(url: str) -> Iterator[_RemoteFile]:
@@ -271,9 +275,11 @@ def open_remote(url: str, display_url: str) -> Any:
     """
     address = urlsplit(url)
     if address.path.endswith("/") or not address.path:
-        hint = "name each file, as in https://host/run/rank0.kineto.json.gz; directories are read from s3:// and gs://"
         raise InputError(
-            "web servers do not list directories", slug="unreadable", where=display_url, hint=hint
+            "web servers do not list directories",
+            slug="unreadable",
+            where=display_url,
+            hint="name each file, as in https://host/run/rank0.kineto.json.gz; directories are read from s3:// and gs://",
         )
     headers = {"User-Agent": "traceloom"}
     if address.username is not None:
@@ -286,8 +292,11 @@ def open_remote(url: str, display_url: str) -> Any:
         return build_opener(_SameHostRedirects).open(request, timeout=_TIMEOUT_S)
     except HTTPError as error:
         error.close()
-        message = f"it cannot be fetched: the server says {error.code} {error.reason}"
-        raise InputError(message, slug="unreadable", where=display_url) from error
+        raise InputError(
+            f"it cannot be fetched: the server says {error.code} {error.reason}",
+            slug="unreadable",
+            where=display_url,
+        ) from error
 
 
 class _SameHostRedirects(HTTPRedirectHandler):

@@ -61,8 +61,9 @@ class ServiceAddress(NamedTuple):
         """
         if not self.tls:
             return http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
-        context = tls or ssl.create_default_context()
-        return http.client.HTTPSConnection(self.host, self.port, timeout=timeout_s, context=context)
+        return http.client.HTTPSConnection(
+            self.host, self.port, timeout=timeout_s, context=tls or ssl.create_default_context()
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -188,9 +188,10 @@ def select_sections(only: Sequence[str] | None) -> tuple[Section[Any, Any], ...]
         return load_extra_sections()
     for key in only:
         if key not in SECTION_NAMES:
-            hint = nearest(key, SECTION_NAMES) + f"use one of {', '.join(SECTION_NAMES)}"
             raise UsageError(
-                f"`{key}` is no section of the report", slug="no-such-section", hint=hint
+                f"`{key}` is no section of the report",
+                slug="no-such-section",
+                hint=nearest(key, SECTION_NAMES) + f"use one of {', '.join(SECTION_NAMES)}",
             )
     return tuple(load_section(key) for key in EXTRA_KEYS if key in only)
 

@@ -154,10 +154,11 @@ class CollectivesSection(RanksSection["CollectivesValue"]):
             calls = set_peak(calls, measurements.options.link_peak)
         # One row per place, kind, backend, group size and message size, over all ranks.
         duration = pl.col("duration_ns")
-        members = pl.col("members").cast(pl.List(pl.String)).list.join(",")
         sums = calls.group_by(_KEYS, maintain_order=True).agg(
             pl.col("rank").n_unique().alias("rank_count"),
-            pl.struct("group", members).n_unique().alias("group_count"),
+            pl.struct("group", pl.col("members").cast(pl.List(pl.String)).list.join(","))
+            .n_unique()
+            .alias("group_count"),
             pl.len().alias("count"),
             duration.sum().alias("total_ns"),
             duration.min().alias("min_ns"),
@@ -311,8 +312,10 @@ class CommunicationSection(CoreSection):
 
     def tables(self, document: ReportDocument) -> Iterator[Table]:
         """Yields the tables of devices, if any, before the calls of the host."""
-        collectives = (document.get("communication") or {}).get("collectives") or []
-        rows = sorted(collectives, key=lambda row: row["where"] != "device")
+        rows = sorted(
+            (document.get("communication") or {}).get("collectives") or [],
+            key=lambda row: row["where"] != "device",
+        )
         on_device = [row for row in rows if row["where"] == "device"]
         columns = [
             Col("kind", "Collective"),
@@ -381,9 +384,10 @@ class GroupsSection(RanksSection["list[GroupsRow]"]):
     def build(
         self, measurements: Measurements[RankSummary], unknowns: UnknownValues
     ) -> list[GroupsRow]:
-        declared = pl.concat([part.groups for part in measurements.results])
         groups = analyze.groups(
-            merge_rank_calls(measurements.results), declared, measurements.session.world_size
+            merge_rank_calls(measurements.results),
+            pl.concat([part.groups for part in measurements.results]),
+            measurements.session.world_size,
         ).groups
         if not groups.height:
             unknowns.explain("groups")

@@ -134,9 +134,10 @@ class ThreadsSection(Section[Frames, "ThreadsValue"]):
         if not frames["threads"].height:
             unknowns.explain("threads")
             return None
-        curve_ranks = [trace.rank for trace in measurements.part.traces][:MAX_CURVES]
         frames["curve"] = frames["curve"].filter(
-            pl.col("rank").is_in(curve_ranks, nulls_equal=True)
+            pl.col("rank").is_in(
+                [trace.rank for trace in measurements.part.traces][:MAX_CURVES], nulls_equal=True
+            )
         )
         return self.lists(frames, unknowns)
 

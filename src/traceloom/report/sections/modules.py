@@ -275,9 +275,11 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
                 .sort("node")
             )
         number = pl.Series("node", range(retained.height), dtype=pl.UInt32)
-        numbered = retained.select(parent="node", above=number)
         parents = retained[["parent"]].join(
-            numbered, on="parent", how="left", maintain_order="left"
+            retained.select(parent="node", above=number),
+            on="parent",
+            how="left",
+            maintain_order="left",
         )["above"]
         tree = retained.with_columns(number, parents.alias("parent")).drop("rank")
         return replace(profile, frames=tree, functions=functions), profile.frames.height
@@ -293,11 +295,13 @@ class FlameSection(Section[tuple[Flame, int], "FlameValue"]):
             return None
         selected_flame, frame_count = measurements.results[index]
         max_functions = max(MAX_ROWS // len(measurements.results), MIN_RANK_FUNCTIONS)
-        functions = measurements.concat(lambda of: of[0].functions.head(max_functions))
         return {
             "busy_ns": sum(flame.busy_ns for flame, _ in measurements.results),
             "gpu_work_ns": sum(flame.gpu_work_ns for flame, _ in measurements.results),
-            "functions": unknowns.rows(functions, "flame.functions"),
+            "functions": unknowns.rows(
+                measurements.concat(lambda of: of[0].functions.head(max_functions)),
+                "flame.functions",
+            ),
             "tree_rank": unknowns.value(measurements.part.traces[index].rank, "flame.tree_rank"),
             "tree_frame_count": frame_count,
             "tree": unknowns.rows(selected_flame.frames, "flame.tree"),

@@ -205,9 +205,6 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
         on_gpu = any(row["gpu_ns"] for row in value["whole"])
         time = Col("total_ns", "GPU time" if on_gpu else "Host time", "time")
         if value["operators"]:
-            kind = (
-                "element type whose peak is used; assumed where the name of the kernel does not say"
-            )
             columns = [
                 *several,
                 time,
@@ -219,7 +216,12 @@ class RooflineSection(Section[Roofline, "RooflineValue"]):
                 "+flops",
                 "+bytes",
                 "count",
-                Col("type", "Type", "text", kind),
+                Col(
+                    "type",
+                    "Type",
+                    "text",
+                    "element type whose peak is used; assumed where the name of the kernel does not say",
+                ),
                 "+shapes",
                 "name",
             ]

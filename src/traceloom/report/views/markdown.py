@@ -261,10 +261,10 @@ class DisplayedReport:
         parts.append(_draw_bars("Steps", steps[-_PICTURE_ROWS:]))
         work: Sequence[Cells] = self.document["kernels"] or self.document["operators"]
         time = "total_ns" if self.document["kernels"] else "self_ns"
-        largest = [(fit_name(row["name"], 40), row[time]) for row in work[:_PICTURE_ROWS]]
         parts.append(
             _draw_bars(
-                "Largest kernels" if self.document["kernels"] else "Largest operators", largest
+                "Largest kernels" if self.document["kernels"] else "Largest operators",
+                [(fit_name(row["name"], 40), row[time]) for row in work[:_PICTURE_ROWS]],
             )
         )
         parts.append(

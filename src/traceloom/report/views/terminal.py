@@ -56,7 +56,6 @@ from traceloom.system.sanitize import sanitize, unwrap_stream
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
-    from traceloom.report.documents.graph import GraphDocument
     from traceloom.report.documents.short import ShortReport
     from traceloom.report.sections.section import Section
 
@@ -70,18 +69,6 @@ def show(document: ReportDocument, options: ReportOptions, stream: TextIO) -> No
     ASCII where required.
     """
     print_lines(partial(render, document, options), stream)
-
-
-def show_short(document: ShortReport, stream: TextIO) -> None:
-    """Writes the short report of a cached document, as `show` does."""
-    print_lines(partial(render_short, document), stream)
-
-
-def show_graph(document: GraphDocument, stream: TextIO) -> None:
-    """Writes the summary of a graph to a stream, as `show` does."""
-    from traceloom.report import graph
-
-    print_lines(partial(graph.render, document), stream)
 
 
 class _PipeSafeConsole(Console):
@@ -109,8 +96,10 @@ def print_lines(rendered: Callable[[int], Iterable[Text]], stream: TextIO) -> No
     width = max(_MIN_WIDTH, min(console.width, _MAX_WIDTH))
     ascii_only = not (stream.encoding or "utf-8").lower().replace("-", "").startswith("utf")
     if console.width < width:
-        warning = f"This needs {width} columns, the terminal has {console.width}: lines run on."
-        for part in textwrap.wrap(warning, max(console.width, 1)):
+        for part in textwrap.wrap(
+            f"This needs {width} columns, the terminal has {console.width}: lines run on.",
+            max(console.width, 1),
+        ):
             console.print(part, no_wrap=True, overflow="ignore", crop=False)
     for line in truncate_lines(rendered(width), width):
         printed_line = line.copy()
@@ -171,10 +160,11 @@ def render_sections(document: ReportDocument, options: ReportOptions, width: int
 
 def wrap_sentence(text: str, width: int) -> list[str]:
     """Wraps a sentence; numbers stay with their units."""
-    protected_text = _SPACE_BEFORE_UNIT.sub("\u00a0", sanitize(text))
     return [
         line.replace("\u00a0", " ")
-        for line in textwrap.wrap(protected_text, width, break_on_hyphens=False)
+        for line in textwrap.wrap(
+            _SPACE_BEFORE_UNIT.sub("\u00a0", sanitize(text)), width, break_on_hyphens=False
+        )
     ]
 
 

@@ -102,8 +102,9 @@ def _render_nothing(ground: FindingsGroundValue, width: int) -> Iterator[Text]:
     skipped = len({abstention["slug"] for abstention in ground["abstentions"]})
     if skipped:
         checks = units.format_quantity(skipped, "check")
-        text = f"{checks} could not decide; --only findings --full says why."
-        yield from render_paragraph(text, width, DIM_STYLE)
+        yield from render_paragraph(
+            f"{checks} could not decide; --only findings --full says why.", width, DIM_STYLE
+        )
 
 
 def _render_finding(

@@ -132,10 +132,10 @@ def _render_memory_report(
         yield from render_paragraph(
             f"What grows from step to step cannot be determined: {untold[0]}.", width
         )
-    messages = [
-        (row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]
-    ]
-    yield from render_notice_lines(messages, width)
+    yield from render_notice_lines(
+        [(row["severity"], f"{row['message']} [{row['slug']}]") for row in document["notices"]],
+        width,
+    )
 
 
 def _render_memory(
