@@ -262,18 +262,6 @@ class Agent:
     # AgentInterface, used by the HTTP handlers.
 
     def status(self) -> StatusResponse:
-        collectors = [
-            CollectorResponse(
-                name=state.name,
-                period_seconds=state.period_s,
-                ran_ns=state.ran_ns or None,
-                seconds=state.seconds,
-                runs=state.runs,
-                failures=dict(state.failures),
-                last_error=state.last_error,
-            )
-            for state in self.host_snapshot.collectors.values()
-        ]
         return StatusResponse(
             version=__version__,
             host=self.config.host_name,
@@ -288,7 +276,18 @@ class Agent:
                 [uuid for uuid, device in self.host_snapshot.devices.items() if device.stale]
             ),
             processes=len(self.host_snapshot.processes),
-            collectors=collectors,
+            collectors=[
+                CollectorResponse(
+                    name=state.name,
+                    period_seconds=state.period_s,
+                    ran_ns=state.ran_ns or None,
+                    seconds=state.seconds,
+                    runs=state.runs,
+                    failures=dict(state.failures),
+                    last_error=state.last_error,
+                )
+                for state in self.host_snapshot.collectors.values()
+            ],
             history={
                 "bytes": float(self.history.bytes()),
                 "lost_ticks": float(sum(self.history.lost.values())),

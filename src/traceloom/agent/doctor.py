@@ -169,10 +169,9 @@ def _check_extras(config: Config) -> Iterator[Check]:
             installed = importlib.util.find_spec(module) is not None
         except ModuleNotFoundError:  # its parent package is missing
             installed = False
-        is_needed = extra == "otlp" and bool(config.otlp.endpoint)
         if (
             installed
-            or is_needed
+            or (extra == "otlp" and bool(config.otlp.endpoint))
             or (
                 extra == "kubernetes" and os.path.exists(config.owners.kubelet)  # noqa: PTH110  (may be root's alone)
             )
@@ -318,12 +317,11 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcessCollector(config, accelerators)
-    cgroups = Cgroups(config, lambda: owned.owned)
     collectors: list[Collector] = [
         *create_host_collectors(config),
         accelerators,
         *owned.collectors,
-        cgroups,
+        Cgroups(config, lambda: owned.owned),
     ]
     errors, empty = {}, set()
     try:
@@ -343,18 +341,17 @@ def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
 def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
     """Run the checks of a running agent; `idle`: triggers that cannot fire, and why."""
     errors = {state.name: state.last_error for state in agent.host_snapshot.collectors.values()}
-    empty = {
-        name
-        for name, result in agent.host_snapshot.results.items()
-        if not result.values and not result.histograms
-    }
     checks = examine_parts(
         agent.config,
         agent.locations,
         agent.scheduler.collectors,
         agent.processes,
         errors=errors,
-        empty=empty,
+        empty={
+            name
+            for name, result in agent.host_snapshot.results.items()
+            if not result.values and not result.histograms
+        },
         unwritten={"history": agent.history.last_error, "audit": agent.audit.last_error},
     )
     for name, reason, key in (
@@ -376,7 +373,6 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
             )
         )
     if agent.uplink is not None:
-        refused = agent.uplink.refused + agent.uplink.refused_usage
         checks += [
             Check(
                 area="fleet",
@@ -385,7 +381,7 @@ def examine_agent(agent: Any, idle: Mapping[str, str]) -> list[Check]:
                 why=f"the fleet is not told of {count:,} rows: {reason}",
                 help="programs say this of themselves, in their environment",
             )
-            for reason, count in refused.items()
+            for reason, count in (agent.uplink.refused + agent.uplink.refused_usage).items()
         ] or [Check(area="fleet", name="heartbeat", works="yes", why=agent.uplink.last_error)]
     for name in agent.triggers.rules:
         reason = idle.get(name, "")

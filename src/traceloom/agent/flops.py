@@ -276,5 +276,4 @@ def compute_estimate_error(
     counted = flops_per_step * steps_per_second
     if counted <= 0:
         return None
-    nearest = min(max(counted, estimated.low), estimated.high)
-    return (nearest - counted) / counted
+    return (min(max(counted, estimated.low), estimated.high) - counted) / counted

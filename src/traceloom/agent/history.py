@@ -205,12 +205,11 @@ class History:
         with contextlib.closing(
             sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)
         ) as database:
-            rows = database.execute(
+            for at_ns, layout, numbers in database.execute(
                 "SELECT at_ns, layout, numbers FROM ticks WHERE at_ns BETWEEN ? AND ?"
                 " AND metric = (SELECT id FROM metrics WHERE name = ?)",
                 (since_ns, until_ns, metric),
-            )
-            for at_ns, layout, numbers in rows:
+            ):
                 try:
                     if layout not in layouts:
                         (text,) = database.execute(
@@ -259,10 +258,7 @@ class History:
                             if first is not None
                             else oldest
                         )
-                    deleted = database.execute(
-                        "DELETE FROM ticks WHERE at_ns < ?", (oldest,)
-                    ).rowcount
-                    if deleted:
+                    if database.execute("DELETE FROM ticks WHERE at_ns < ?", (oldest,)).rowcount:
                         database.execute(
                             "DELETE FROM layouts WHERE id NOT IN (SELECT DISTINCT layout FROM ticks)"
                         )

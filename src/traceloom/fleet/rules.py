@@ -211,12 +211,11 @@ class FleetRule(ConfigTable, frozen=True, kw_only=True, tag_field="on"):
         )
 
     def make_spec(self, job: str) -> TraceSpec:
-        steps = DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps
         return TraceSpec(
             job=job,
             ranks=self.ranks,
             profilers=self.profilers,
-            steps=steps,
+            steps=DEFAULT_STEPS if self.steps is None and self.duration is None else self.steps,
             duration_s=self.duration,
             shapes=self.shapes,
             stacks=self.stacks,

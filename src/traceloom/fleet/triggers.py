@@ -129,8 +129,7 @@ class FleetCadenceWatch:
 
     def check(self, now_ns: int) -> Iterator[Occurrence]:
         """Yields jobs whose time of this day has come."""
-        running = self._jobs()
-        self._first = {job: self._first.get(job, now_ns) for job in running}
+        self._first = {job: self._first.get(job, now_ns) for job in self._jobs()}
         day = now_ns // DAY_NS
         for job, first_ns in self._first.items():
             digest = hashlib.sha256(f"{self._rule.name}\0{job}\0{day}".encode()).digest()
@@ -281,15 +280,13 @@ def collect_table_events(state: ServiceState, tables: Tables, now_ns: int) -> Ta
         state.note_committed(through)
         return TableEvents([], [])
     jobs = {capture.capture: capture.job for capture in committed if capture.job}
-    rows = (
-        tables.scan("findings")
+    findings = [
+        CaptureFinding(capture, jobs[capture], slug, saving)
+        for capture, slug, saving in tables.scan("findings")
         .filter(pl.col("capture").is_in(list(jobs)))
         .select("capture", "slug", saving=pl.col("saving_fraction").fill_null(0.0))
         .collect()
-    )
-    findings = [
-        CaptureFinding(capture, jobs[capture], slug, saving)
-        for capture, slug, saving in rows.iter_rows()
+        .iter_rows()
     ]
     changes: dict[str, ChangeRow] = {}
     for change in find_slower_kernels(tables, now_ns).iter_rows(named=True):

@@ -198,12 +198,11 @@ class RateLimiter:
         if len(self.buckets) > _MAX_CALLERS:
             del self.buckets[next(iter(self.buckets))]
         if tokens < 1:
-            wait = math.ceil((1 - tokens) / self.per_second)
             raise HttpError(
                 429,
                 f"more than {self.per_second:g} requests a second",
                 slug="too-many-requests",
-                retry_s=wait,
+                retry_s=math.ceil((1 - tokens) / self.per_second),
                 hint=self.hint,
             )
 

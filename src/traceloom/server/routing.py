@@ -173,10 +173,9 @@ def build_openapi_document(
                 **_describe_content("", references[route.body]),
             }
             del operation["requestBody"]["description"]
-        in_path = re.findall(r"\{(\w+)[^}]*\}", route.path)
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-            for name in in_path
+            for name in re.findall(r"\{(\w+)[^}]*\}", route.path)
         ]
         if route.parameters:
             operation["description"] = (route.parameters.__doc__ or "").strip()

@@ -439,8 +439,7 @@ class NvmlDevice:
                 memory[process.pid] = process.usedGpuMemory
         busy: dict[int, list[float]] = defaultdict(list)
         if memory:
-            key = "process_gpu_share_ratio"
-            for use in self.attempt(key, self._uses, self.seen_us) or ():
+            for use in self.attempt("process_gpu_share_ratio", self._uses, self.seen_us) or ():
                 busy[use.pid].append(use.smUtil / 100)
                 self.seen_us = max(self.seen_us, use.timeStamp)
         return [
@@ -540,8 +539,7 @@ class NvmlAccelerator:
 
     def devices(self) -> list[Device]:
         """Returns the devices, each followed by its partitions; a lost one is stale."""
-        nvml = self._nvml
-        count = nvml.nvmlDeviceGetCount()
+        count = self._nvml.nvmlDeviceGetCount()
         if not count:
             raise BackendUnavailable("NVIDIA's driver is loaded but lists no device")
         self._devices = {

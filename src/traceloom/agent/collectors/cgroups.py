@@ -341,11 +341,10 @@ def _read_version_1(directory: Path, controllers: frozenset[str]) -> dict[tuple[
 def _build_memory_values(
     used: int | None, inactive_file: int | None, states: dict[str, int | None]
 ) -> dict[tuple[str, ...], float]:
-    working_set = _subtract_part(used, inactive_file)
     return _drop_unknown(
         {
             ("cgroup_memory_bytes",): used,
-            ("cgroup_memory_working_set_bytes",): working_set,
+            ("cgroup_memory_working_set_bytes",): _subtract_part(used, inactive_file),
             **{("cgroup_memory_state_bytes", state): size for state, size in states.items()},
         }
     )

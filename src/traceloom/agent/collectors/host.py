@@ -132,9 +132,8 @@ class MemoryCollector(HostCollector):
         states = {"used": used, "free": sizes["MemFree"], "cached": cached, "buffers": buffers}
         readings = [Reading("host_memory_bytes", (state,), size) for state, size in states.items()]
         if "SwapTotal" in sizes and "SwapFree" in sizes:
-            swapped = sizes["SwapTotal"] - sizes["SwapFree"]
             readings += [
-                Reading("host_swap_bytes", ("used",), swapped),
+                Reading("host_swap_bytes", ("used",), sizes["SwapTotal"] - sizes["SwapFree"]),
                 Reading("host_swap_bytes", ("free",), sizes["SwapFree"]),
             ]
         if (kills := self._read_oom_kills()) is not None:

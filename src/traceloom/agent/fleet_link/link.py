@@ -321,8 +321,7 @@ class FleetConnection:
     async def _beat(self) -> None:
         """Send a heartbeat, and measure the clock offset from the response."""
         usage = await asyncio.to_thread(self.backlog.oldest)
-        heartbeat = self._heartbeat(usage)
-        answer, trip = await asyncio.to_thread(self._exchange, heartbeat)
+        answer, trip = await asyncio.to_thread(self._exchange, self._heartbeat(usage))
         self.clock.add(trip)
         self.refused.update(answer.refused)
         if usage and answer.usage_through:

@@ -188,8 +188,7 @@ def decode_heartbeat(body: bytes) -> tuple[Heartbeat, Counter[str]]:
         try:
             if name in _ROWS and name in parts:
                 rows = msgspec.json.decode(parts[name], type=list[msgspec.Raw])
-                kept = keep_valid_rows(name, rows, refused)
-                parts[name] = msgspec.Raw(msgspec.json.encode(kept))
+                parts[name] = msgspec.Raw(msgspec.json.encode(keep_valid_rows(name, rows, refused)))
             elif name in parts and not field.required:
                 msgspec.json.decode(parts[name], type=field.type)
         except msgspec.ValidationError as error:

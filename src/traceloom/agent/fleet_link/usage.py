@@ -199,11 +199,10 @@ class UsageOutbox:
                     [(minute, msgspec.msgpack.encode(rows)) for minute, rows in minutes.items()],
                 )
                 retained_query = "SELECT minute FROM minutes ORDER BY minute DESC LIMIT ?"
-                excess = database.execute(
+                self.lost += database.execute(
                     f"DELETE FROM minutes WHERE minute NOT IN ({retained_query})",  # noqa: S608
                     (_MAX_WAITING_MINUTES,),
-                )
-                self.lost += excess.rowcount
+                ).rowcount
             self.last_error = ""
         except (sqlite3.Error, OSError, InputError) as error:
             self.lost += len(minutes)

@@ -425,7 +425,6 @@ async def _submit_request(agent_request: AgentRequest) -> forms.RequestResponse:
             spec=spec_fields,
         )
         raise
-    pids = sorted({target.pid for target in request.targets})
     agent_request.agent.acts(
         agent_request.peer.name,
         agent_request.peer.pid,
@@ -433,7 +432,7 @@ async def _submit_request(agent_request: AgentRequest) -> forms.RequestResponse:
         allowed=True,
         request=request.id,
         of=request.uid,
-        pids=pids,
+        pids=sorted({target.pid for target in request.targets}),
         spec=spec_fields,
     )
     return forms.RequestResponse(**msgspec.structs.asdict(request))

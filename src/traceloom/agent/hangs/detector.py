@@ -159,8 +159,7 @@ class HangDetector:
                 if member.key in living or self.alive(member.key)
             ]
             paced = [(member, steps.pace(member.key)) for member in remaining]
-            still = [member for member, pace in paced if pace is None or pace.steps <= member.steps]
-            if not still:
+            if all(pace is not None and pace.steps > member.steps for member, pace in paced):
                 del self.hangs[key]
                 self.over.append(HangEnd(hang, bool(remaining)))
         self.stepping, new = set(), []

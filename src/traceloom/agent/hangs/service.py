@@ -421,10 +421,9 @@ class HangService:
             for key in self.host_snapshot.processes
             if (pace := self.steps.pace(key)) is not None
         }
-        stored = _StoredHangs(
-            boot_id=self.boot_id, paces=self._resumed | paces, records=self.records
+        return msgspec.json.encode(
+            _StoredHangs(boot_id=self.boot_id, paces=self._resumed | paces, records=self.records)
         )
-        return msgspec.json.encode(stored)
 
     def _write(self, document: bytes) -> None:
         """Replace the state file; blocks."""

@@ -173,8 +173,7 @@ def group_stacks(
         )
         for (role, name, frames, waiting_call), group_members in members.items()
     ]
-    rank_groups = [group for group in groups if group.role == "rank"]
-    diverging_groups = _find_diverging_groups(rank_groups)
+    diverging_groups = _find_diverging_groups([group for group in groups if group.role == "rank"])
     groups = [
         msgspec.structs.replace(group, elsewhere=group in diverging_groups) for group in groups
     ]
@@ -226,12 +225,11 @@ def find_rank_pids(processes: Iterable[Process]) -> set[int]:
     rank_by_pid = {
         process.pid: process.owner.rank for process in processes if process.owner.rank is not None
     }
-    rank_pids = {
+    return {
         process.pid
         for process in processes
         if process.pid in rank_by_pid and rank_by_pid.get(process.parent_pid) != process.owner.rank
-    }
-    return rank_pids or {process.pid for process in processes}
+    } or {process.pid for process in processes}
 
 
 def find_waiting_call(frames: Sequence[Frame]) -> str:

@@ -198,13 +198,12 @@ def find_assigned_devices(
         if not variable or allowed == frozenset():
             continue
         text = environment[variable]
-        listed = [
-            _parse_visible_devices(text, order, devices, strict=in_slurm)
-            for order in orders or [[]]
-        ]
         matches = {
             listed_devices
-            for listed_devices in listed
+            for listed_devices in [
+                _parse_visible_devices(text, order, devices, strict=in_slurm)
+                for order in orders or [[]]
+            ]
             if listed_devices is not None
             and (allowed is None or allowed.issuperset(listed_devices))
         }

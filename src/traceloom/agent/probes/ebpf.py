@@ -383,10 +383,9 @@ def attach_program(
         OSError: The kernel does not support such probes, or does not allow it.
     """
     name = ctypes.create_string_buffer(os.fsencode(path))
-    kind = int(UPROBE_TYPE.read_text(encoding="ascii"))
     attributes = struct.pack(
         "<IIQQQQQIIQQ",
-        kind,
+        int(UPROBE_TYPE.read_text(encoding="ascii")),
         _ATTRIBUTES,
         int(at_return),
         0,

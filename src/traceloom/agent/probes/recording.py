@@ -323,14 +323,13 @@ def record_allocations(order: dict[str, Any]) -> list[str]:
                 live_sizes[device, address] = size
             if address >= _MAX_PLAUSIBLE_VALUE or size >= _MAX_PLAUSIBLE_VALUE:
                 continue  # no allocator returns these: the process has forged them
-            row = stacks.number(number, stack) if size > 0 else -1
             yield (
                 time_ns + recording.offset_ns,
                 thread & 0xFFFFFFFF,
                 address,
                 size,
                 device,
-                row,
+                stacks.number(number, stack) if size > 0 else -1,
                 *totals,
             )
 
@@ -451,8 +450,7 @@ def _record_calls(
     kept_bytes, dropped_records, refreshed_at = 0, 0, time.monotonic()
     lost_before, stackless_before = probes.lost(), stacks.refused()
     steps_before = count_steps() if count_steps is not None else 0
-    seconds = min(spec.duration_s or _MAX_DURATION_S, _MAX_DURATION_S)
-    end_ns = start_ns + round(seconds * 1e9)
+    end_ns = start_ns + round(min(spec.duration_s or _MAX_DURATION_S, _MAX_DURATION_S) * 1e9)
     while (now := time.monotonic_ns()) < end_ns and _identify_process(pid) == identity:
         time.sleep(min(_RING_POLL_S, (end_ns - now) / 1e9))
         chunk = probes.ring.take()

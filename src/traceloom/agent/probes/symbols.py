@@ -73,10 +73,9 @@ class Symbols:
         Raises:
             OSError: It has ended; earlier mappings are kept.
         """
-        now = [
+        self._mappings = [
             mapping for mapping in read_mappings(self._process, self._proc) if mapping.executable
-        ]
-        self._mappings = now or self._mappings  # a process that has just ended has no mappings
+        ] or self._mappings  # a process that has just ended has no mappings
         for mapping in self._mappings:
             key = (mapping.inode, mapping.path)
             if key in self._files or len(self._files) >= _MAX_FILES:

@@ -118,8 +118,7 @@ def _compute_unwind_rule(elf: Elf, address: int) -> UnwindRule:
         return END_RULE
     entry = _read_entry(elf, position)
     start = entry.address + entry.at
-    common_at = start - entry.number("<I")
-    common = _parse_common_entry(_read_entry(elf, common_at))
+    common = _parse_common_entry(_read_entry(elf, start - entry.number("<I")))
     first = entry.pointer(common.encoding)
     size = entry.pointer(common.encoding & 0x0F)
     if not first <= address < first + size:

@@ -205,8 +205,7 @@ class AttachedProfiler:
         holder = f"attaching to process {process.pid} for {file.name}"
         last_reason = ""
         while True:
-            state = read_process_state(process.pid, process.start_ticks)
-            if state == "T":
+            if read_process_state(process.pid, process.start_ticks) == "T":
                 reason, detail = "stopped", "the process is stopped"
             elif conflict := self.leases.take(holder, [f"ptrace:{process.pid}"]):
                 reason, detail = "leased", f"waits: {conflict}"
@@ -225,28 +224,27 @@ class AttachedProfiler:
             waits = order.start is not None
             # A process that waits for others does so until these have timed out.
             longest_s = until - time.monotonic() + (seconds or 0) + (order.wait_s if waits else 0)
-            attach_order = {
-                "folder": str(file.folder),
-                "name": file.name,
-                "kind": self.kind,
-                "trace_id": order.trace_id,
-                "steps": window.steps,
-                "seconds": seconds,
-                "waits": waits,
-                "begin_ns": 0 if waits else window.start_ns,
-                "until_ns": time.time_ns() + int(longest_s * 1e9),
-                "shapes": order.shapes,
-                "stacks": order.stacks,
-                "flops": order.flops,
-                "modules": order.modules,
-            }
             schedule = partial(
                 worker.run,
                 "attach",
                 timeout_s=_ATTACH_S,
                 pid=process.pid,
                 start_ticks=process.start_ticks,
-                order=attach_order,
+                order={
+                    "folder": str(file.folder),
+                    "name": file.name,
+                    "kind": self.kind,
+                    "trace_id": order.trace_id,
+                    "steps": window.steps,
+                    "seconds": seconds,
+                    "waits": waits,
+                    "begin_ns": 0 if waits else window.start_ns,
+                    "until_ns": time.time_ns() + int(longest_s * 1e9),
+                    "shapes": order.shapes,
+                    "stacks": order.stacks,
+                    "flops": order.flops,
+                    "modules": order.modules,
+                },
             )
             result = await asyncio.to_thread(schedule)
         except OSError as error:

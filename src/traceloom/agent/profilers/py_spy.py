@@ -215,14 +215,13 @@ async def dump_stacks(process: Process, *, native: bool = False) -> StackDump:
         ProfilerError: `no-py-spy`, `not-permitted`, `not-python`, `exited`, `py-spy-failed`.
     """
     mode = "--native" if native else "--nonblocking"
-    limit_s = _NATIVE_S if native else _PYTHON_S
     text = await run_py_spy(
         process,
         "dump",
         "--json",
         "--full-filenames",
         mode,
-        seconds=limit_s,
+        seconds=_NATIVE_S if native else _PYTHON_S,
         max_bytes=_MAX_DUMP_BYTES,
     )
     at_ns = time.time_ns()

@@ -140,10 +140,9 @@ def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
                 host_snapshot.started_ns if metric.name.startswith(_AGENT_COUNTERS) else booted_ns
             )
         name = metric.opentelemetry_name or "traceloom." + metric.name.replace("_", ".")
-        point = export.NumberDataPoint(
-            _build_attributes(series, host_snapshot), start_ns, at_ns, value
+        points_by_name.setdefault(name, (metric, []))[1].append(
+            export.NumberDataPoint(_build_attributes(series, host_snapshot), start_ns, at_ns, value)
         )
-        points_by_name.setdefault(name, (metric, []))[1].append(point)
     cumulative = export.AggregationTemporality.CUMULATIVE
     metrics = [
         export.Metric(
@@ -160,7 +159,6 @@ def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
     for histogram, at_ns in host_snapshot.histograms():
         attributes = _build_attributes((histogram.metric, histogram.labels), host_snapshot)
         cumulated = (0, *histogram.counts, histogram.number)
-        counts = [later - earlier for earlier, later in pairwise(cumulated)]
         histograms[histogram.metric].append(
             export.HistogramDataPoint(
                 attributes,
@@ -168,7 +166,7 @@ def build_metrics_data(host_snapshot: Snapshot, config: Config) -> MetricsData:
                 at_ns,
                 histogram.number,
                 histogram.total,
-                counts,
+                [later - earlier for earlier, later in pairwise(cumulated)],
                 METRICS[histogram.metric].bounds,
                 min=None,  # type: ignore[arg-type]
                 max=None,  # type: ignore[arg-type]

@@ -144,9 +144,8 @@ def _report_write_errors(root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
         raise OutputError(
-            f"traces cannot be written: {reason}",
+            f"traces cannot be written: {(error.strerror or str(error)).lower()}",
             slug="cannot-write",
             where=str(error.filename or root),
             hint="`paths.traces` of agent.toml",

@@ -648,14 +648,6 @@ class TraceService:
                 continue
             process = self.processes().get(target.process)
             owner = process.owner if process is not None else None
-            window = {
-                "file": target.file,
-                "kind": "time" if request.spec.steps is None else "steps",
-                "first_step": None,
-                "step_count": target.steps,
-                "start_ns": target.window_start_ns,
-                "end_ns": target.window_end_ns,
-            }
             entries.append(
                 {
                     "rank": target.rank,
@@ -667,7 +659,14 @@ class TraceService:
                     "process": target.pid,
                     "created_ns": request.asked_ns,
                     "written_ns": target.since_ns,
-                    "window": window,
+                    "window": {
+                        "file": target.file,
+                        "kind": "time" if request.spec.steps is None else "steps",
+                        "first_step": None,
+                        "step_count": target.steps,
+                        "start_ns": target.window_start_ns,
+                        "end_ns": target.window_end_ns,
+                    },
                     "notices": [],
                 }
             )
@@ -704,8 +703,7 @@ class TraceService:
         target.state, target.reason, target.detail = state, reason, detail
         for name, value in facts.items():
             setattr(target, name, value)
-        written = msgspec.structs.replace(target)
-        task = asyncio.create_task(self._write(request.id, written))
+        task = asyncio.create_task(self._write(request.id, msgspec.structs.replace(target)))
         self._pending_writes.add(task)
         task.add_done_callback(self._pending_writes.discard)
         return task

@@ -259,11 +259,10 @@ class TriggerEngine:
         if not processes and firing.labels and not firing.lasts:
             owners = {label: value for label, value in rule.where.items() if label in OWNER_LABELS}
             if all(firing.labels.get(label) == value for label, value in owners.items()):
-                key = next(filter(None, firing.labels.values()), "")
                 return [
                     TriggerTarget(
                         -1,
-                        key,
+                        next(filter(None, firing.labels.values()), ""),
                         (),
                         TriggerRefusal(
                             "no-such-process", "none of its processes is left on this host"
@@ -456,12 +455,11 @@ class TriggerEngine:
 
 
 def _build_trace_spec(rule: TriggerRule, pids: tuple[int, ...], job: str) -> TraceSpec:
-    steps = DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps
     return TraceSpec(
         pids=pids,
         job=job,
         profilers=rule.profilers,
-        steps=steps,
+        steps=DEFAULT_STEPS if rule.steps is None and rule.duration is None else rule.steps,
         duration_s=rule.duration,
         shapes=rule.shapes,
         stacks=rule.stacks,

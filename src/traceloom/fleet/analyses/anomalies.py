@@ -86,14 +86,12 @@ def find_outliers(kernels: pl.LazyFrame, captures: pl.LazyFrame, devices: pl.Laz
     ran = rank_hosts.join(jobs, on="capture").group_by("host").agg(jobs=pl.col("job").n_unique())
     hosts = _compare_with_peers(host_distances.join(ran, on="host"), ["device_model"])
 
-    times = (
+    rank_distances = (
         devices.filter(pl.col("rank").is_not_null())
         .group_by("capture", "rank")
         .agg(pl.col("compute_ns").sum(), pl.col("host").max())
         .filter(pl.col("compute_ns") > 0)
-    )
-    rank_distances = (
-        times.with_columns(
+        .with_columns(
             distance=(pl.col("compute_ns") / pl.col("compute_ns").median().over("capture")).log()
         )
         .join(

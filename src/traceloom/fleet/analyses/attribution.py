@@ -93,12 +93,11 @@ def divide_device_time(
     """
     for name in by:
         if name not in ATTRIBUTION_DIMENSIONS:
-            hint = (
-                nearest(name, ATTRIBUTION_DIMENSIONS)
-                + f"there are {', '.join(ATTRIBUTION_DIMENSIONS)}"
-            )
             raise UsageError(
-                f"device time is not divided by `{name}`", slug="no-such-dimension", hint=hint
+                f"device time is not divided by `{name}`",
+                slug="no-such-dimension",
+                hint=nearest(name, ATTRIBUTION_DIMENSIONS)
+                + f"there are {', '.join(ATTRIBUTION_DIMENSIONS)}",
             )
     by = tuple(dict.fromkeys(by))
     times, interval_columns = ([], []) if every_ns is None else (["time_ns"], ["stretch_ns"])
@@ -467,10 +466,9 @@ def compare_ownership(
     moved = pl.any_horizontal(
         pl.col(f"{key} before").ne_missing(pl.col(f"{key} after")) for key in DIMENSIONS
     )
-    moved_periods = owners_over_time.with_columns(until_ns=until).filter(moved).lazy()
     times_of = (
         usage.select("job", "time_ns", "device_ms")
-        .join(moved_periods, on="job")
+        .join(owners_over_time.with_columns(until_ns=until).filter(moved).lazy(), on="job")
         .filter(pl.col("time_ns").is_between("from_ns", "until_ns", closed="left"))
         .group_by("job", *(f"{key} {name}" for key in DIMENSIONS for name in ("before", "after")))
         .agg(pl.col("device_ms").sum())

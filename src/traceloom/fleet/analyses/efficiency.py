@@ -229,12 +229,11 @@ def compute_savings(
     """
     for name in by:
         if name not in INVESTMENT_DIMENSIONS:
-            hint = (
-                nearest(name, INVESTMENT_DIMENSIONS)
-                + f"there are {', '.join(INVESTMENT_DIMENSIONS)}"
-            )
             raise UsageError(
-                f"savings are not divided by `{name}`", slug="no-such-dimension", hint=hint
+                f"savings are not divided by `{name}`",
+                slug="no-such-dimension",
+                hint=nearest(name, INVESTMENT_DIMENSIONS)
+                + f"there are {', '.join(INVESTMENT_DIMENSIONS)}",
             )
     by = tuple(dict.fromkeys(by))
     held_usage = usage.filter(

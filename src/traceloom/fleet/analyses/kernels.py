@@ -180,10 +180,9 @@ def list_top_kernels(
     )
     # Distinct counts are computed only for the rows shown, on integer codes: strings take 50 %
     # longer.
-    number = pl.Enum(ranked["kernel"].drop_nulls())
-    top_rows = kernels.with_columns(pl.col("kernel").cast(number, strict=False)).drop_nulls(
-        "kernel"
-    )
+    top_rows = kernels.with_columns(
+        pl.col("kernel").cast(pl.Enum(ranked["kernel"].drop_nulls()), strict=False)
+    ).drop_nulls("kernel")
     capture_times = top_rows.group_by("kernel", "capture").agg(ns.sum())
     kernel_usage = (
         capture_times.join(captures.select("capture", "job"), on="capture", how="left")

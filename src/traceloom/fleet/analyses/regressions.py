@@ -142,8 +142,7 @@ def _find_splits(log_values: Floats, offset: int, levels: SignificanceLevels) ->
         ):
             splits = [*segment]
     if splits:
-        bounds = [0, *splits, log_values.size]
-        for start, end in pairwise(bounds):
+        for start, end in pairwise([0, *splits, log_values.size]):
             if start:
                 yield offset + start
             yield from _find_splits(log_values[start:end], offset + start, levels)
@@ -583,8 +582,7 @@ def _infer_mix_cause(
         old, new = (joined[name].fill_null(0).to_numpy() for name in ("count", "count_right"))
         duration = joined.select(pl.coalesce("mean", "mean_right")).to_series().to_numpy()
         mix_effect = float(((new / new.sum() - old / old.sum()) * duration).sum())
-        total_effect = change.after - change.before
-        if mix_effect / total_effect >= 0.5:
+        if mix_effect / (change.after - change.before) >= 0.5:
             return cause
     return None
 

@@ -409,10 +409,9 @@ class _CaptureWriter:
 
     def _keep(self, name: str, job: str, received_ns: int, content: bytes) -> None:
         """Stores an arrived capture, whose analysis waits for its commit."""
-        day = datetime.fromtimestamp(received_ns / 1e9, timezone.utc).date().isoformat()
         record = CaptureRecord(
             id=name,
-            day=day,
+            day=datetime.fromtimestamp(received_ns / 1e9, timezone.utc).date().isoformat(),
             job=job,
             uploader="operator",
             received_ns=received_ns,
@@ -492,17 +491,16 @@ class _CaptureWriter:
             "notices": like["notices"],
             "version": __version__,
         }
-        findings = [
-            finding
-            | capture_key
-            | {"saving_ns": round((finding["saving_fraction"] or 0.0) * recording.step_ns)}
-            for finding in analysed["findings"].iter_rows(named=True)
-        ]
         return {
             "captures": [capture_row],
             "devices": [device],
             "kernels": kernels,
-            "findings": findings,
+            "findings": [
+                finding
+                | capture_key
+                | {"saving_ns": round((finding["saving_fraction"] or 0.0) * recording.step_ns)}
+                for finding in analysed["findings"].iter_rows(named=True)
+            ],
         }
 
 

@@ -106,8 +106,7 @@ _COLLECTOR_ERRORS: Mapping[str, dict[str, str]] = {
 
 def build_last_heartbeats(tables: Tables) -> dict[str, Heartbeat]:
     """Builds a heartbeat per host: its devices and their users in the last minute of the tables."""
-    usage = tables.scan("usage_minute")
-    last = usage.filter(
+    last = tables.scan("usage_minute").filter(
         pl.col("time_ns") == pl.col("time_ns").max(), pl.col("state") != "unreachable"
     )
     # The latest row per job: a demo served before also has rows from heartbeats.
@@ -118,15 +117,14 @@ def build_last_heartbeats(tables: Tables) -> dict[str, Heartbeat]:
         .agg(pl.col("scheduler", "user", "framework").last())
     )
     steps = tables.scan("captures").group_by("job").agg(pl.col("step_ns").last())
-    rows = (
-        last.join(last_jobs, on="job", how="left")
-        .join(steps, on="job", how="left")
-        .sort("host", "device", "job")
-    )
     return {
         str(host): _build_heartbeat(str(host), host_index, host_rows)
         for host_index, ((host,), host_rows) in enumerate(
-            rows.collect().group_by("host", maintain_order=True)
+            last.join(last_jobs, on="job", how="left")
+            .join(steps, on="job", how="left")
+            .sort("host", "device", "job")
+            .collect()
+            .group_by("host", maintain_order=True)
         )
     }
 

@@ -214,8 +214,7 @@ class LiveQueries:
         return self._findings.get(job, lambda: self.findings(captures()), seconds=_USAGE_CACHE_S)
 
     def _used(self, host: str, job: str, hours: float) -> list[UsagePeriod]:
-        until = self.clock()
-        since = until - int(hours * _HOUR_NS)
+        since = self.clock() - int(hours * _HOUR_NS)
         rows = self.tables.scan(
             "usage_minute" if hours <= 6 else "usage_hour", first=get_utc_day(since)
         )
@@ -223,11 +222,10 @@ class LiveQueries:
         for name, value in (("host", host), ("job", job)):
             if value:
                 rows = rows.filter(pl.col(name) == value)
-        summed = rows.group_by("time_ns", "job", "state").agg(
-            pl.col("device_ms").sum(), _add_up_known("energy_mj")
-        )
         last = (
-            summed.sort("time_ns", "state", "job", descending=[True, False, False])
+            rows.group_by("time_ns", "job", "state")
+            .agg(pl.col("device_ms").sum(), _add_up_known("energy_mj"))
+            .sort("time_ns", "state", "job", descending=[True, False, False])
             .head(_MAX_ROWS)
             .collect()
         )
@@ -239,11 +237,10 @@ class LiveQueries:
         usage = self.tables.scan("usage_hour", first=first).filter(
             pl.col("time_ns") > since - _HOUR_NS
         )
-        captures = self.tables.scan("captures", first=first).filter(pl.col("start_ns") > since)
         [row] = compute_fleet_topline(
             usage,
             compute_ownership_periods(self.tables.scan("jobs"), self.tables.scan("owners")),
-            captures,
+            self.tables.scan("captures", first=first).filter(pl.col("start_ns") > since),
         ).rows.to_dicts()
         names = ("device_hours", "flop_rate_high", *METRICS)
         return msgspec.convert({name: row[name] for name in names}, DailyTopline)
@@ -255,10 +252,9 @@ def find_slower_kernels(tables: Tables, now_ns: int) -> pl.DataFrame:
     Changes of the mix are excluded.
     """
     first = get_utc_day(now_ns - _SLOWER_DAYS * 24 * _HOUR_NS)
-    changes = find_regressions(
+    return find_regressions(
         *(tables.scan(name, first) for name in ("kernels", "captures", "devices"))
-    ).slower
-    return changes.filter(~pl.col("cause").is_in(MIX_CAUSES))
+    ).slower.filter(~pl.col("cause").is_in(MIX_CAUSES))
 
 
 def list_devices(

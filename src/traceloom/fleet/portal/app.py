@@ -176,11 +176,10 @@ def check_csrf(request: Request) -> None:
         HttpError: `wrong-origin`.
     """
     origin = request.headers.get("origin", "")
-    site = request.headers.get("sec-fetch-site", "same-origin")
     if (
         not origin
         or urlsplit(origin).netloc != request.headers.get("host", "")
-        or site != "same-origin"
+        or request.headers.get("sec-fetch-site", "same-origin") != "same-origin"
     ):
         raise HttpError(
             403,
@@ -341,8 +340,7 @@ class Portal:
         async def respond(request: Request) -> Response:
             request.state.route = page.path
             visit = await self._visit(request)
-            context = FleetRequestContext(self.service, request)
-            await check_role(context, page.role)
+            await check_role(FleetRequestContext(self.service, request), page.role)
             try:
                 if request.method == "POST":
                     return await self._acted(page, visit)
@@ -382,9 +380,8 @@ class Portal:
         self, page: Page[object], visit: PageRequest, notice: Node = None, status: int = 200
     ) -> Response:
         data = await page.compute(visit)
-        content = page.content(data)
         page_content = layout.build_main(
-            content, visit.address, page.controls(visit, data), notice, live=page.live
+            page.content(data), visit.address, page.controls(visit, data), notice, live=page.live
         )
         path = visit.address.path
         text = layout.render_document(

@@ -240,11 +240,10 @@ def draw_share_bar(
             '<rect class="f-{}" x="{:.3f}%" width="{:.3f}%" height="100%"><title>{}</title></rect>'
         ).format(colour_group, offset, max(width - 0.12, 0.05), f"{name}: {write(amount)}")
         offset += width
-    picture = Markup(
-        '<svg class="share-bar" role="img" aria-label="{}" width="100%" height="22">{}</svg>'
-    )
     return figure(".chart")[
-        picture.format(label, markup),
+        Markup(
+            '<svg class="share-bar" role="img" aria-label="{}" width="100%" height="22">{}</svg>'
+        ).format(label, markup),
         draw_legend(
             (name, colour_group, write(part_amount)) for name, colour_group, part_amount in parts
         ),
@@ -340,11 +339,10 @@ def draw_bar(parts: Sequence[BarPart]) -> Node:
             colour, offset, width
         )
         offset += width
-    picture = Markup(
-        '<svg class="stack tall" viewBox="0 0 {} 16" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
-    )
     return fragment[
-        picture.format(_WIDTH, rects),
+        Markup(
+            '<svg class="stack tall" viewBox="0 0 {} 16" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
+        ).format(_WIDTH, rects),
         ul(".legend")[
             (
                 li[

@@ -154,30 +154,29 @@ def build_characterise_content(view: WorkView) -> PageContent:
                 "of the GPU time",
             ),
         ]
-    covered = PageTable(
-        "covered",
-        "Kernels with their shapes, the longest first",
-        view.coverage.columns(
-            "rows",
-            _COVERAGE_COLUMNS,
-            {
-                "kernel": lambda row: build_page_url(
-                    "/kernels/history",
-                    result.address,
-                    kernel=str(row["kernel"]),
-                    shapes=str(row["shapes"]),
-                )
-            },
-        ),
-        view.coverage.tables["rows"],
-        "No shapes were recorded.",
-    )
     sections += [
         ContentSection("divided", f"By {dimension_text}", table),
         ContentSection(
             "coverage",
             "Common shapes",
-            covered,
+            PageTable(
+                "covered",
+                "Kernels with their shapes, the longest first",
+                view.coverage.columns(
+                    "rows",
+                    _COVERAGE_COLUMNS,
+                    {
+                        "kernel": lambda row: build_page_url(
+                            "/kernels/history",
+                            result.address,
+                            kernel=str(row["kernel"]),
+                            shapes=str(row["shapes"]),
+                        )
+                    },
+                ),
+                view.coverage.tables["rows"],
+                "No shapes were recorded.",
+            ),
             "what specialising kernels for the commonest would cover",
         ),
     ]
@@ -432,7 +431,6 @@ def build_kernels_content(result: QueryResult) -> PageContent:
     if not rows:
         return PageContent("Kernels", [ContentSection("kernels", "Kernels", table)], asking=asking)
     first = rows[0]
-    known_ns = sum(row["roofline_known_ns"] for row in rows)
     numbers = [
         KeyFigure("GPU time", units.format_duration(total), "in captures of this time"),
         KeyFigure("Largest", units.format_share(first["fraction"], 1.0), first["kernel"]),
@@ -443,7 +441,7 @@ def build_kernels_content(result: QueryResult) -> PageContent:
         ),
         KeyFigure(
             "Modelled",
-            units.format_share(known_ns, total),
+            units.format_share(sum(row["roofline_known_ns"] for row in rows), total),
             "of the GPU time has a time at the peaks",
         ),
     ]
@@ -710,12 +708,11 @@ def _draw_correlations(result: QueryResult) -> Node:
                 if value is None
                 else f"{value:+.2f} over {units.format_quantity(row['jobs'], 'job')}"  # type: ignore[index]
             )
-            css_class = "none" if value is None else "with" if value > 0 else "against"
             cells += Markup(
                 '<g class="pair {}"><title>{}</title><rect x="{}" y="{}" width="{}" height="{}" rx="5" '
                 'fill-opacity="{:.2f}"/><text x="{}" y="{}" text-anchor="middle">{}</text></g>'
             ).format(
-                css_class,
+                "none" if value is None else "with" if value > 0 else "against",
                 says,
                 x,
                 y + 2,

@@ -372,10 +372,9 @@ class AnswerTable:
 
 
 def _build_type(column: Column, kind: Any = None) -> Any:
-    unknown = f"; null: {column.unknown}" if column.unknown else ""
     return Annotated[
         kind or _UNIT_TYPES.get(column.unit, float | None),
-        Meta(description=column.meaning + unknown),
+        Meta(description=column.meaning + (f"; null: {column.unknown}" if column.unknown else "")),
     ]
 
 
@@ -433,14 +432,13 @@ class Question:
             ("more", Annotated[bool, Meta(description="whether there are rows after these")]),
             ("lacking", Annotated[int, Meta(description=_LACKING)], 0),
         ]
-        text = f"{self.summary[0].upper()}{self.summary[1:]}."
         return msgspec.defstruct(
             f"{title}Answer",
             fields,
             bases=(HttpResponseBody,),
             frozen=True,
             kw_only=True,
-            namespace={"__doc__": text},
+            namespace={"__doc__": f"{self.summary[0].upper()}{self.summary[1:]}."},
             module=__name__,
         )
 

@@ -76,10 +76,9 @@ def build_capture_rows(session: Session, origin: CaptureOrigin) -> dict[str, pl.
     faults = SectionErrors(None)
     samples = session.telemetry.filter(pl.col("metric") == "gpu_clock_hertz")
     samples = samples.filter(pl.col("labels").str.json_path_match("$.domain") == "sm")
-    means = samples.group_by("host").agg(pl.col("value").mean()).iter_rows()
     hertz = {
         host: value
-        for host, value in means
+        for host, value in samples.group_by("host").agg(pl.col("value").mean()).iter_rows()
         if host is not None and np.isfinite(value) and value > 0
     }
     tables: dict[str, list[pl.DataFrame]] = {name: [] for name in ("devices", "kernels")}

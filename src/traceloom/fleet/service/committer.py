@@ -165,13 +165,12 @@ def commit_usage(state: ServiceState, tables: Tables, term: str) -> int:
             )
             for row in rows
         ]
-        devices = {row.device: row.device_model or None for row in rows}
         silent += [
             (minute * _MINUTE_NS, pending.host, device, model)
             for minute in range(
                 max(pending.since, pending.minute - _MAX_SILENT_MINUTES), pending.minute
             )
-            for device, model in devices.items()
+            for device, model in {row.device: row.device_model or None for row in rows}.items()
         ]
     due = pl.DataFrame(silent, schema=dict(list(_USAGE_TYPES.items())[:4]), orient="row")
     minute_rows = compute_usage_minutes(
@@ -270,8 +269,7 @@ class TableWriter:
             if Path(name).stem not in known
         ]
         for name in unknown:
-            content = b"".join(self.objects.chunks(name))
-            record = msgspec.json.decode(content, type=CaptureRecord)
+            record = msgspec.json.decode(b"".join(self.objects.chunks(name)), type=CaptureRecord)
             self.state.add_capture(record)
             self.state.complete_capture(record.id, __version__, again=True)
         last = self.tables.last_number("usage_minute", f"usage {self.state.identity}")
@@ -364,8 +362,7 @@ class WriterProcess:
                     f"the process that writes the tables ended: {code}", slug="cannot-write"
                 )
         if "slug" in answer:
-            kind = answer.pop("kind")
-            raise getattr(errors, kind)(answer.pop("message"), **answer)
+            raise getattr(errors, answer.pop("kind"))(answer.pop("message"), **answer)
         return int(answer["count"])
 
     def _end(self) -> None:

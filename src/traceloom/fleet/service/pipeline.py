@@ -177,8 +177,7 @@ class CapturePipeline:
             if self._stop.is_set():
                 self.state.give_back(task.id, self.holder, 0)
             else:
-                text = hide_paths(str(error))
-                self.state.fail(task.id, self.holder, text, final=error.final)
+                self.state.fail(task.id, self.holder, hide_paths(str(error)), final=error.final)
         except (
             TraceloomError,
             OSError,
@@ -213,8 +212,7 @@ class CapturePipeline:
         """Holds the state against tables and files, as `TableWriter.reconcile`."""
         term = self.term
         if count := self._writer.reconcile(term):
-            message = "%d captures are analysed again: the state or the tables went back"
-            _log.warning(message, count)
+            _log.warning("%d captures are analysed again: the state or the tables went back", count)
             self.wake()
         self._reconciled = term
 

@@ -434,23 +434,22 @@ class HostRegistry:
                 self._unwritten.add(current.id)
                 document, events = msgspec.json.encode(current).decode(), []
                 if current.state in {"done", "partial", "failed"}:
-                    content = {
-                        "id": current.id,
-                        "job": current.spec.job,
-                        "who": current.who,
-                        "state": current.state,
-                        "reason": current.reason,
-                        "detail": current.detail,
-                        "capture": current.capture,
-                        "asked_ns": current.asked_ns,
-                        "start_ns": current.start_ns,
-                    }
                     events = [
                         build_fleet_event(
                             f"request.{current.state}",
                             "request",
                             current.id,
-                            content,
+                            {
+                                "id": current.id,
+                                "job": current.spec.job,
+                                "who": current.who,
+                                "state": current.state,
+                                "reason": current.reason,
+                                "detail": current.detail,
+                                "capture": current.capture,
+                                "asked_ns": current.asked_ns,
+                                "start_ns": current.start_ns,
+                            },
                             current.since_ns,
                         )
                     ]
@@ -953,8 +952,7 @@ class RequestCompletion:
             paths, announced = sorted(merged_directory.iterdir()), []
             for path in paths:
                 with path.open("rb") as file:
-                    sha256 = compute_sha256(file)
-                    announced.append(CaptureFile(path.name, file.tell(), sha256))
+                    announced.append(CaptureFile(path.name, file.tell(), compute_sha256(file)))
             files = tuple(announced)
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}",

@@ -162,8 +162,7 @@ class FleetMetricsCollector:
     def _read_metrics(self) -> Iterator[Reading]:
         service = self.service
         yield Reading("traceloom_fleet_leads", (), float(service.pipeline.leads))
-        delay_s = service.pipeline.commit_delay_s
-        yield Reading("traceloom_fleet_commit_delay_seconds", (), delay_s)
+        yield Reading("traceloom_fleet_commit_delay_seconds", (), service.pipeline.commit_delay_s)
         for task_state, tasks in service.state.counts().items():
             yield Reading("traceloom_fleet_tasks", (task_state,), tasks)
         yield Reading("traceloom_fleet_usage_waiting", (), service.state.waiting_minutes())

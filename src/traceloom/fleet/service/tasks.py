@@ -152,10 +152,9 @@ def compare(*, folder: str, out: str, base_name: str, new_name: str) -> None:
     from traceloom.report import comparison
     from traceloom.report.comparison import render as page_of
 
-    names = {BASE: base_name, NEW: new_name}
     sides = [
         replace(load(str(Path(folder, side)), cache=False), name=name)
-        for side, name in names.items()
+        for side, name in {BASE: base_name, NEW: new_name}.items()
     ]
     with Path(out).open("x", encoding="utf-8") as file:
         file.write(page_of(comparison.build(analyze.compare(*sides), *sides)))

@@ -82,9 +82,8 @@ class WebhookAddressPolicy:
             port = parts.port
         except ValueError as error:
             raise InputError(f"`{url}` is no address: {error}", slug="wrong-webhook") from error
-        has_odd_characters = any(not 33 <= ord(character) <= 126 for character in url)
         if (
-            has_odd_characters
+            any(not 33 <= ord(character) <= 126 for character in url)
             or parts.scheme not in {"http", "https"}
             or not parts.hostname
             or "@" in parts.netloc
@@ -223,13 +222,12 @@ class WebhookDispatcher:
                 "",
             )
         )
-        hostname = urlsplit(delivery.url).hostname
         reader, writer = await asyncio.open_connection(
             target.address,
             target.port,
             limit=_MAX_LINE_BYTES,
             ssl=(self._tls_context or ssl.create_default_context()) if target.tls else None,
-            server_hostname=hostname if target.tls else None,
+            server_hostname=urlsplit(delivery.url).hostname if target.tls else None,
         )
         try:
             writer.write(head.encode("ascii") + body)

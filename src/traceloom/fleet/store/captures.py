@@ -201,7 +201,6 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     # tasks
 
     def _add_task(self, connection: Connection, capture: str, version: str, *, again: bool) -> int:
-        now = self._now_ns(connection)
         return self._change(
             connection,
             "INSERT INTO tasks (id, capture, version, state, attempts, again, holder, free_at_ns, error, created_ns) "
@@ -210,7 +209,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
             capture=capture,
             version=version,
             again=int(again),
-            now=now,
+            now=self._now_ns(connection),
         )
 
     def claim(self, holder: str, lease_s: float) -> TaskRecord | None:
@@ -265,7 +264,6 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         # files may quote.
         error = error.encode("utf-8", "replace").decode().replace("\0", " ")
         with self._transaction() as connection:
-            now = self._now_ns(connection)
             self._held(
                 connection,
                 "error = :error, holder = '', attempts = attempts + 1, free_at_ns = :now + :wait * (attempts + 1), "
@@ -273,7 +271,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                 task,
                 holder,
                 error=error[:_ERROR_CHARACTERS],
-                now=now,
+                now=self._now_ns(connection),
                 wait=_RETRY_DELAY_NS,
                 final=int(final),
                 most=ATTEMPTS,
@@ -354,17 +352,16 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
                     "THEN 1 ELSE again END WHERE state = 'quarantined' AND version = :version",
                     version=version,
                 )
-            rows = self._rows(
-                connection,
-                "SELECT c.id, COUNT(d.id) AS committed FROM captures c LEFT JOIN tasks d ON d.capture = c.id "
-                "AND d.state = 'committed' WHERE c.complete = 1 AND NOT EXISTS (SELECT 1 FROM tasks t WHERE "
-                "t.capture = c.id AND (t.version = :version OR t.state NOT IN ('committed', 'quarantined'))) "
-                "GROUP BY c.id",
-                version=version,
-            )
             return changed + sum(
                 self._add_task(connection, row["id"], version, again=row["committed"] > 0)
-                for row in rows
+                for row in self._rows(
+                    connection,
+                    "SELECT c.id, COUNT(d.id) AS committed FROM captures c LEFT JOIN tasks d ON d.capture = c.id "
+                    "AND d.state = 'committed' WHERE c.complete = 1 AND NOT EXISTS (SELECT 1 FROM tasks t WHERE "
+                    "t.capture = c.id AND (t.version = :version OR t.state NOT IN ('committed', 'quarantined'))) "
+                    "GROUP BY c.id",
+                    version=version,
+                )
             )
 
     # batches
@@ -618,17 +615,16 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def audit(self, limit: int = 1000, before_ns: int = 2**63 - 1) -> list[AuditEntry]:
         """Returns the latest entries of the audit log before an instant, newest first."""
         with self._transaction() as connection:
-            rows = self._rows(
-                connection,
-                "SELECT * FROM audit WHERE at_ns < :before ORDER BY at_ns DESC, id LIMIT :most",
-                before=before_ns,
-                most=limit,
-            )
             return [
                 msgspec.convert(
                     {**row, "details": json.loads(row["details"])}, AuditEntry, strict=False
                 )
-                for row in rows
+                for row in self._rows(
+                    connection,
+                    "SELECT * FROM audit WHERE at_ns < :before ORDER BY at_ns DESC, id LIMIT :most",
+                    before=before_ns,
+                    most=limit,
+                )
             ]
 
 

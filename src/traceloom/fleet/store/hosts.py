@@ -271,12 +271,11 @@ class JobFactState(StateDatabase):
                 merged = before.with_more(facts)
                 if rows and merged == before:
                     continue
-                since_ns = max(at_ns, rows[0]["since_ns"] + 1) if rows else at_ns
                 changes += self._change(
                     connection,
                     "INSERT INTO job_facts (job, since_ns, batch, document) VALUES (:job, :since, NULL, :document)",
                     job=job,
-                    since=since_ns,
+                    since=max(at_ns, rows[0]["since_ns"] + 1) if rows else at_ns,
                     document=msgspec.json.encode(merged).decode(),
                 )
         return changes

@@ -114,8 +114,7 @@ class ObjectStore:
                 "the files of a fleet need obstore", slug="no-extra", hint=hint
             ) from error
         if is_address(url) and not url.startswith("file://"):
-            scheme = urlsplit(url).scheme
-            if scheme not in SCHEMES:
+            if urlsplit(url).scheme not in SCHEMES:
                 hint = f"it has {', '.join(SCHEMES)}, and directories"
                 raise UsageError(
                     "no object store has such addresses",

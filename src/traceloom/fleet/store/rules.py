@@ -43,17 +43,16 @@ class DocumentState(StateDatabase):
     ) -> list[StoredDocument]:
         """Returns the versions of a document, newest first; only `version` if it is given."""
         with self._transaction() as connection:
-            rows = self._rows(
-                connection,
-                "SELECT version, at_ns, who, document FROM documents WHERE name = :name "
-                "AND (:version = 0 OR version = :version) ORDER BY version DESC LIMIT :most",
-                name=name,
-                version=version or 0,
-                most=limit,
-            )
             return [
                 StoredDocument(row["version"], row["at_ns"], row["who"], row["document"])
-                for row in rows
+                for row in self._rows(
+                    connection,
+                    "SELECT version, at_ns, who, document FROM documents WHERE name = :name "
+                    "AND (:version = 0 OR version = :version) ORDER BY version DESC LIMIT :most",
+                    name=name,
+                    version=version or 0,
+                    most=limit,
+                )
             ]
 
     def put_document(self, name: DocumentName, author: str, document: str) -> int:
@@ -173,14 +172,13 @@ class WebhookState(StateDatabase):
     def webhooks(self) -> list[WebhookRecord]:
         """Returns all webhooks, sorted by name."""
         with self._transaction() as connection:
-            rows = self._rows(
-                connection,
-                "SELECT name, url, events, created_ns, delivered, failed, dropped, error, (SELECT COUNT(*) FROM "
-                "deliveries WHERE webhook = webhooks.name) AS waiting FROM webhooks ORDER BY name",
-            )
             return [
                 msgspec.convert({**row, "events": json.loads(row["events"])}, WebhookRecord)
-                for row in rows
+                for row in self._rows(
+                    connection,
+                    "SELECT name, url, events, created_ns, delivered, failed, dropped, error, (SELECT COUNT(*) FROM "
+                    "deliveries WHERE webhook = webhooks.name) AS waiting FROM webhooks ORDER BY name",
+                )
             ]
 
     def webhook_secret(self, name: str) -> str | None:
@@ -196,11 +194,6 @@ class WebhookState(StateDatabase):
     def due_deliveries(self, now_ns: int, busy: Collection[str] = ()) -> list[Delivery]:
         """Returns the oldest due delivery of each webhook that is not in `busy`."""
         with self._transaction() as connection:
-            names = self._rows(
-                connection,
-                "SELECT DISTINCT webhook FROM deliveries WHERE due_ns <= :now",
-                now=now_ns,
-            )
             rows = [
                 self._rows(
                     connection,
@@ -210,7 +203,11 @@ class WebhookState(StateDatabase):
                     now=now_ns,
                     name=row["webhook"],
                 )
-                for row in names
+                for row in self._rows(
+                    connection,
+                    "SELECT DISTINCT webhook FROM deliveries WHERE due_ns <= :now",
+                    now=now_ns,
+                )
                 if row["webhook"] not in busy
             ]
             return [msgspec.convert(dict(row), Delivery) for (row,) in filter(None, rows)]

@@ -426,7 +426,6 @@ def compute_usage_hours(usage_minute: pl.DataFrame) -> pl.DataFrame:
 def _cast_to_schema(frame: pl.LazyFrame, table: str) -> pl.LazyFrame:
     types = SCHEMAS[table].types
     rounded = [pl.col(name).round() for name in ("busy_ms", "energy_mj", "input_bytes")]
-    day = pl.from_epoch(pl.col("time_ns"), "ns").dt.date()
-    return frame.with_columns(*rounded, day=day).select(
-        pl.col(name).cast(kind) for name, kind in types.items()
-    )
+    return frame.with_columns(
+        *rounded, day=pl.from_epoch(pl.col("time_ns"), "ns").dt.date()
+    ).select(pl.col(name).cast(kind) for name, kind in types.items())

@@ -173,14 +173,13 @@ class Tables:
                 continue
             with _report_write_errors(self.address(name)):
                 if rewritten:
-                    capture_predicate = "capture IN ({})".format(
-                        ", ".join(f"'{capture}'" for capture in rewritten)
-                    )
                     write_deltalake(
                         table,
                         frame,
                         mode="overwrite",
-                        predicate=capture_predicate,
+                        predicate="capture IN ({})".format(
+                            ", ".join(f"'{capture}'" for capture in rewritten)
+                        ),
                         commit_properties=noted,
                     )
                 else:

@@ -289,7 +289,6 @@ def build_webhooks_content(webhooks: list[WebhookRecord]) -> PageContent:
 
 def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -> Node:
     """Builds the forms to add, test and remove webhooks."""
-    selected_events = visit.form.get("events", EVENTS)
     content = form(method="post")[
         div(".fields")[
             build_text_field(
@@ -313,7 +312,7 @@ def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -
                 "events",
                 "Events",
                 [(event, event) for event in EVENTS],
-                selected_events,
+                visit.form.get("events", EVENTS),
                 several=True,
                 hint="None: all of them.",
             ),
@@ -324,16 +323,15 @@ def build_webhooks_controls(visit: PageRequest, webhooks: list[WebhookRecord]) -
     adding = visit.field("do") == "add"
     if not names:
         return build_fold_out("add", "Add a webhook", content, is_open=adding)
-    trial = details(".sure")[
-        summary["Send an event for a test …"],
-        form(method="post")[
-            _build_webhook_select("try", names),
-            button(type="submit", name="do", value="try")["Send it"],
-        ],
-    ]
     return [
         build_fold_out("add", "Add a webhook", content, is_open=adding),
-        trial,
+        details(".sure")[
+            summary["Send an event for a test …"],
+            form(method="post")[
+                _build_webhook_select("try", names),
+                button(type="submit", name="do", value="try")["Send it"],
+            ],
+        ],
         build_confirm_button(
             "Remove a webhook", _build_webhook_select("remove", names), {"do": "remove"}
         ),
@@ -617,7 +615,6 @@ def build_triggers_content(answer: FleetTriggersResponse) -> PageContent:
         sections.insert(
             0, ContentSection("problems", "What is wrong", p(".bad")[answer.last_error])
         )
-    traces_grade = "warn" if not answer.traces_left else ""
     numbers = [
         KeyFigure(
             "Fired",
@@ -629,7 +626,7 @@ def build_triggers_content(answer: FleetTriggersResponse) -> PageContent:
             "Traces left",
             units.format_count(answer.traces_left),
             f"of {units.format_count(answer.traces_per_day)} in 24 hours",
-            traces_grade,
+            "warn" if not answer.traces_left else "",
         ),
         KeyFigure(
             "Bytes left",
@@ -686,17 +683,15 @@ async def handle_triggers_action(visit: PageRequest) -> str | Node:
     if saves:
         return visit.address.path
     names = {"name", "on", "jobs", "target", "cooldown"}
-    columns = [column for column in _RULE_COLUMNS if column.key in names]
-    table = PageTable(
-        "checked",
-        "Rules of the form",
-        columns,
-        [_build_rule_row(rule) for rule in answer.rules],
-        "There would be no rules: nothing would be traced unless somebody asks.",
-    )
     return div(".notice.wide", role="status")[
         p["The rules are right, and are about so many jobs that run now. Nothing is saved yet."],
-        table.render_static(),
+        PageTable(
+            "checked",
+            "Rules of the form",
+            [column for column in _RULE_COLUMNS if column.key in names],
+            [_build_rule_row(rule) for rule in answer.rules],
+            "There would be no rules: nothing would be traced unless somebody asks.",
+        ).render_static(),
     ]
 
 
@@ -812,7 +807,6 @@ def build_owners_content(view: OwnersView) -> PageContent:
     heading = f"{units.format_quantity(len(rows), 'rule')} say whose jobs are"
     if len(rows) == 1:
         heading = "1 rule says whose jobs are"
-    share = units.format_share(view.unattributed_ms, view.held_ms)
     numbers = [
         KeyFigure(
             "Rules",
@@ -821,7 +815,7 @@ def build_owners_content(view: OwnersView) -> PageContent:
         ),
         KeyFigure(
             "Nobody's",
-            share,
+            units.format_share(view.unattributed_ms, view.held_ms),
             "of the device time that jobs held, last 90 days",
             "warn" if view.unattributed_ms else "",
             _UNATTRIBUTED_PAGE,
@@ -991,13 +985,12 @@ def build_prices_content(view: PricesView) -> PageContent:
         ],
         p[a(href="/hosts")["Let a host join"]],
     ]
-    note = "last 90 days" if prices is None else f"last 90 days, in {prices.currency}"
     sections = [
         ContentSection(
             "devices",
             "Devices",
             PageTable("devices", "What devices cost", columns, rows, empty),
-            note,
+            "last 90 days" if prices is None else f"last 90 days, in {prices.currency}",
         ),
         build_versions_section("/prices", view.versions),
     ]

@@ -267,8 +267,7 @@ def _draw_time_chart(view: AttributionView) -> Node:
 def _build_parts_table(
     view: AttributionView, parts: Sequence[Mapping[str, Any]], selected: Mapping[str, Any]
 ) -> PageTable:
-    depth = len(view.at)
-    dimension = view.by[depth]
+    dimension = view.by[len(view.at)]
     rows: list[PageRow] = [
         {
             "part": row["values"][-1],

@@ -58,8 +58,7 @@ def build_captures_table(
 
 async def compute_captures(visit: PageRequest) -> list[CaptureResponse]:
     """Returns the latest captures, or those before the instant in the URL."""
-    before = visit.address.query.get("before", "0")
-    query = {"most": str(_MAX_CAPTURES), "before_ns": before}
+    query = {"most": str(_MAX_CAPTURES), "before_ns": visit.address.query.get("before", "0")}
     return (await visit.answer(CapturesResponse, "/api/v1/captures", query=query)).captures
 
 

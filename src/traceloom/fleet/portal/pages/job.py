@@ -285,11 +285,10 @@ def build_job_content(view: JobView) -> PageContent:
 
 def build_findings_table(findings: list[FleetFinding], *, show_capture: bool = True) -> PageTable:
     """Builds a table of findings with their savings; names link to their meaning."""
-    columns = FINDING_COLUMNS if show_capture else FINDING_COLUMNS[:-1]
     return PageTable(
         "findings",
         "Findings",
-        columns,
+        FINDING_COLUMNS if show_capture else FINDING_COLUMNS[:-1],
         [msgspec.structs.asdict(finding) for finding in findings],
         "No rule has anything against it.",
     )

@@ -219,7 +219,6 @@ def build_kernel_content(view: KernelView) -> PageContent:
         list(reversed(rows)),
         build_empty_notice("job that ran this kernel"),
     )
-    shaped = [row for row in view.coverage.tables["rows"] if row["kernel"] == view.kernel]
     shapes = PageTable(
         "shapes",
         "Shapes of its inputs",
@@ -228,7 +227,7 @@ def build_kernel_content(view: KernelView) -> PageContent:
             _SHAPE_COLUMNS,
             {"shapes": lambda row: address.changed({"shapes": str(row["shapes"])})},
         ),
-        shaped,
+        [row for row in view.coverage.tables["rows"] if row["kernel"] == view.kernel],
         "No shapes were recorded: `traceloom record` and `traceloom trace --shapes` do.",
     )
     changes = PageTable(
@@ -325,12 +324,11 @@ def draw_history(view: KernelView) -> Node:
             ChartLevel(change["since_ns"], rows[-1]["start_ns"], change["after_ns"], "after"),
         ]
     marks = [(change["since_ns"], units.format_change(change["change"])) for change in view.changes]
-    label = f"Mean duration of a piece of work of {view.kernel} in {units.format_quantity(len(rows), 'job')} over time"
     picture = draw_dots(
         points,
         levels,
         list(dict(marks).items()),
-        label=label,
+        label=f"Mean duration of a piece of work of {view.kernel} in {units.format_quantity(len(rows), 'job')} over time",
         write=lambda ns: units.format_value(ns, "time"),
     )
     names = [
@@ -470,8 +468,7 @@ async def compute_regression(visit: PageRequest) -> ChangeView:
 
 def build_regression_content(view: ChangeView) -> PageContent:
     change, address = view.change, view.changed.address
-    rows = view.history.tables["rows"]
-    rows_by_job = {row["job"]: row for row in rows}
+    rows_by_job = {row["job"]: row for row in view.history.tables["rows"]}
     affected_jobs = [
         {**rows_by_job[job], "compare": "beside a healthy one"}
         for job in change["jobs"]
@@ -515,30 +512,6 @@ def build_regression_content(view: ChangeView) -> PageContent:
         f"On inputs of {change['shapes']}. " if change["shapes"] else "",
         describe_change(change),
     )
-    numbers = [
-        KeyFigure(
-            "Change",
-            units.format_change(change["change"]),
-            f"95 % interval {units.format_change(change['low'])} to {units.format_change(change['high'])}",
-            "bad" if change["change"] > 0 else "",
-        ),
-        KeyFigure(
-            "A piece of work",
-            units.format_duration(change["after_ns"]),
-            f"{units.format_duration(change['before_ns'])} before",
-        ),
-        KeyFigure(
-            "Costs" if change["extra_ns"] > 0 else "Saves",
-            units.format_duration(abs(change["extra_ns"])),
-            "GPU time in captures since",
-        ),
-        KeyFigure(
-            "Jobs",
-            units.format_count(change["jobs_after"]),
-            f"after it, {units.format_count(change['jobs_before'])} before",
-        ),
-        KeyFigure("Cause", change["cause"], f"evidence: {change['evidence']}"),
-    ]
     return PageContent(
         f"{change['kernel']} takes {format_change(change['change'])}",
         [
@@ -552,7 +525,30 @@ def build_regression_content(view: ChangeView) -> PageContent:
         ],
         above=[("Regressions", build_page_url("/regressions", address))],
         lead=f"{shapes}{change_text[:1].upper()}{change_text[1:]}.",
-        numbers=numbers,
+        numbers=[
+            KeyFigure(
+                "Change",
+                units.format_change(change["change"]),
+                f"95 % interval {units.format_change(change['low'])} to {units.format_change(change['high'])}",
+                "bad" if change["change"] > 0 else "",
+            ),
+            KeyFigure(
+                "A piece of work",
+                units.format_duration(change["after_ns"]),
+                f"{units.format_duration(change['before_ns'])} before",
+            ),
+            KeyFigure(
+                "Costs" if change["extra_ns"] > 0 else "Saves",
+                units.format_duration(abs(change["extra_ns"])),
+                "GPU time in captures since",
+            ),
+            KeyFigure(
+                "Jobs",
+                units.format_count(change["jobs_after"]),
+                f"after it, {units.format_count(change['jobs_before'])} before",
+            ),
+            KeyFigure("Cause", change["cause"], f"evidence: {change['evidence']}"),
+        ],
     )
 
 
