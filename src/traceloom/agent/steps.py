@@ -205,9 +205,11 @@ class StepCounter:
         counted.
         """
         total, pace, rate = self._totals.get(process), self.pace(process), self.per_second(process)
-        if total is None or pace is None:
-            return None
-        return total + int((time.monotonic() - pace.last) * (rate or 0.0))
+        return (
+            None
+            if total is None or pace is None
+            else total + int((time.monotonic() - pace.last) * (rate or 0.0))
+        )
 
     def resume(self, process: str, pace: StepPace) -> None:
         """Restore the pace of a process from before this agent started; the next step that it makes

@@ -30,15 +30,14 @@ from traceloom.agent.metrics import Reading, SeriesKey
 
 def explain_nvml_error(nvml: Any, code: int) -> str:
     """Returns a description of an NVML error, and what would help."""
-    if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
-        return "the driver is too old for it: newer drivers have it"
-    if code == nvml.NVML_ERROR_INVALID_ARGUMENT:  # driver 580, for metrics that are newer than it
-        return "the driver does not know it: newer drivers may"
-    if code == nvml.NVML_ERROR_NOT_SUPPORTED:
-        return "this device, or its driver, does not have it"
-    if code == nvml.NVML_ERROR_NO_PERMISSION:
-        return "it needs more rights: run the agent as root"
-    return str(nvml.NVMLError(code))
+    texts = {
+        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old for it: newer drivers have it",
+        # Driver 580, for metrics that are newer than it.
+        nvml.NVML_ERROR_INVALID_ARGUMENT: "the driver does not know it: newer drivers may",
+        nvml.NVML_ERROR_NOT_SUPPORTED: "this device, or its driver, does not have it",
+        nvml.NVML_ERROR_NO_PERMISSION: "it needs more rights: run the agent as root",
+    }
+    return texts.get(code) or str(nvml.NVMLError(code))
 
 
 def is_device_gone(nvml: Any, error: Any) -> bool:

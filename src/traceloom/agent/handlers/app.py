@@ -100,9 +100,11 @@ def build_app(agent: AgentInterface) -> ASGIApp:
             answer = route.answers(context)
             if isawaitable(answer):
                 answer = await answer
-            if isinstance(answer, Response):
-                return answer
-            return Response(msgspec.json.encode(answer), media_type="application/json")
+            return (
+                answer
+                if isinstance(answer, Response)
+                else Response(msgspec.json.encode(answer), media_type="application/json")
+            )
 
         return respond
 

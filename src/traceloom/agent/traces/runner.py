@@ -285,9 +285,7 @@ class TraceService:
                 for process in matches
                 if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks)
             ]
-        )
-        if spec.max_processes is not None:
-            matches = matches[: spec.max_processes]
+        )[: spec.max_processes]
         if not matches:
             hint = "`traceloom agent ps` lists processes; others' are not traced"
             raise HttpError(404, "no process of yours matches", slug="no-such-process", hint=hint)

@@ -131,10 +131,9 @@ def select_targets(
         groups_by_job = bool(job) and rule.target != "process"
         groups.setdefault((process.uid, job if groups_by_job else process.key), []).append(process)
     for (uid, key), members in groups.items():
-        candidates = members
-        if members[0].owner.job == key:
-            candidates = index.list_job_processes(uid, key)
-        candidates = _exclude_launchers(candidates)
+        candidates = _exclude_launchers(
+            index.list_job_processes(uid, key) if members[0].owner.job == key else members
+        )
         if "timeline" in rule.profilers:
             candidates = [member for member in candidates if member.key in registered_keys]
         if not candidates:

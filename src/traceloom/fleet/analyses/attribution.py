@@ -181,11 +181,13 @@ def _compute_costs(prices: Prices | None) -> list[pl.Expr]:
         nothing = [pl.lit(None, pl.Float64).alias(name) for name in _PRICED_AMOUNTS]
         return [*nothing, *(pl.lit(0, pl.Int64).alias(name) for name in _PRICED_AMOUNTS.values())]
     default = prices.device_hour.get("default")
-    hour = pl.lit(default, pl.Float64)
-    if prices.of_models:
-        hour = pl.col("device_model").replace_strict(
+    hour = (
+        pl.col("device_model").replace_strict(
             prices.of_models, default=default, return_dtype=pl.Float64
         )
+        if prices.of_models
+        else pl.lit(default, pl.Float64)
+    )
     kwh = pl.col("energy_mj") / 3.6e9
     priced = {
         "cost": hour * pl.col("device_ms") / 3.6e6 + kwh.fill_null(0.0) * (prices.per_kwh or 0.0),
@@ -421,9 +423,11 @@ def match_pattern(text: pl.Expr, pattern: str) -> pl.Expr:
 def _match_rule(rule: OwnerRule) -> pl.Expr:
     parts = [(pl.col("from_ns") >= rule.from_ns) & (pl.col("from_ns") < rule.until_ns)]
     for name, pattern in rule.match.items():
-        text = pl.col(name)
-        if name.startswith("label."):
-            text = pl.col("labels").str.json_path_match(f"$['{name.removeprefix('label.')}']")
+        text = (
+            pl.col("labels").str.json_path_match(f"$['{name.removeprefix('label.')}']")
+            if name.startswith("label.")
+            else pl.col(name)
+        )
         parts.append(match_pattern(text, pattern))
     return reduce(lambda left, right: left & right, parts)
 
@@ -485,11 +489,10 @@ def compare_ownership(
         for key in DIMENSIONS
     ]
     keys = ("dimension", "before", "after")
-    rows = (
+    return OwnershipMoves(
         pl.concat(parts)
         .filter(pl.col("before") != pl.col("after"))
         .group_by(keys)
         .agg(jobs=pl.col("job").n_unique(), device_ms=pl.col("device_ms").sum())
         .sort("device_ms", *keys, descending=[True, False, False, False])
     )
-    return OwnershipMoves(rows)

@@ -553,9 +553,7 @@ def _infer_cause(
             np.median(unchanged_means) < middle
         ) == (change.before < middle):
             return cause, "shown"
-    if not possible:
-        return "unknown", "none"
-    return possible[0], "possible"
+    return (possible[0], "possible") if possible else ("unknown", "none")
 
 
 def _infer_mix_cause(

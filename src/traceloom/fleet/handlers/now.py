@@ -299,14 +299,13 @@ def count_states(devices: list[DeviceStatus]) -> dict[DeviceState, int]:
 
 def list_job_processes(now: Mapping[str, LastHeartbeat], job: str) -> list[tuple[str, HostProcess]]:
     """Returns host and process of all processes of a job, by rank."""
-    members = [
-        (host, process)
-        for host, last_heartbeat in now.items()
-        for process in last_heartbeat.heartbeat.processes
-        if process.job == job
-    ]
     return sorted(
-        members,
+        (
+            (host, process)
+            for host, last_heartbeat in now.items()
+            for process in last_heartbeat.heartbeat.processes
+            if process.job == job
+        ),
         key=lambda member: (member[1].rank is None, member[1].rank or 0, member[0], member[1].pid),
     )
 

@@ -398,9 +398,11 @@ class Portal:
             if error.status == 404:
                 raise
             return await self._shown(page, visit, layout.build_problem_notice(error), error.status)
-        if isinstance(after, str):
-            return RedirectResponse(after, 303)
-        return await self._shown(page, visit, after)
+        return (
+            RedirectResponse(after, 303)
+            if isinstance(after, str)
+            else await self._shown(page, visit, after)
+        )
 
     async def _events(self, page: Page[object], visit: PageRequest, request: Request) -> Response:
         last = request.headers.get("last-event-id", "")

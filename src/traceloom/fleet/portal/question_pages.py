@@ -516,9 +516,11 @@ def build_outliers_content(result: QueryResult) -> PageContent:
             )
         )
     hosts = slow["hosts"]
-    heading = "No host is slower than its peers"
-    if hosts:
-        heading = f"{hosts[0]['host']} takes {units.format_percent(hosts[0]['ratio'] - 1)} % longer than its peers"
+    heading = (
+        f"{hosts[0]['host']} takes {units.format_percent(hosts[0]['ratio'] - 1)} % longer than its peers"
+        if hosts
+        else "No host is slower than its peers"
+    )
     numbers = [
         KeyFigure(
             "Slow hosts",

@@ -127,10 +127,13 @@ class PageTable:
         words = url.query.get(f"{self.key}.q", "").casefold().split()
         rows = list(self.rows)
         if words:
-            cells = ([row.get(column.key) for column in self.columns] for row in rows)
             texts = [
-                " ".join(str(cell) for cell in row_cells if cell is not None).casefold()
-                for row_cells in cells
+                " ".join(
+                    str(cell)
+                    for column in self.columns
+                    if (cell := row.get(column.key)) is not None
+                ).casefold()
+                for row in rows
             ]
             rows = [
                 row

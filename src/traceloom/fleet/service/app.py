@@ -195,9 +195,11 @@ def build_fleet_app(service: FleetService) -> ASGIApp:
                 f"{route.method} {request.url.path}",
             )
             answer = await call_route(route, FleetRequestContext(service, request))
-            if isinstance(answer, Response):
-                return answer
-            return Response(msgspec.json.encode(answer), media_type="application/json")
+            return (
+                answer
+                if isinstance(answer, Response)
+                else Response(msgspec.json.encode(answer), media_type="application/json")
+            )
 
         return respond
 

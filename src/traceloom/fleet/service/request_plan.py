@@ -485,15 +485,19 @@ def _describe_missing(request: FleetRequest) -> str:
     return "; ".join(parts)[:4000]
 
 
-def _format_ranks(ranks: tuple[int, ...]) -> str:
-    """Formats ranks as ranges, as `ranks 0-7, 12`."""
+def format_rank_runs(ranks: Sequence[int]) -> list[str]:
+    """Formats sorted ranks as ranges: 0, 1, 2, 5 as `0-2` and `5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+
+
+def _format_ranks(ranks: tuple[int, ...]) -> str:
+    texts = format_rank_runs(ranks)
     ellipsis = ", ..." if len(texts) > _MAX_NAMED else ""
     return (
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts[:_MAX_NAMED])}{ellipsis}"

@@ -195,9 +195,11 @@ class WebhookDispatcher:
     async def _send_and_record(self, delivery: Delivery) -> None:
         error = await self.send(delivery)
         now_ns = self.clock()
-        retry_at_ns = None
-        if error and now_ns - delivery.created_ns < _MAX_DELIVERY_AGE_NS:
-            retry_at_ns = now_ns + min(_FIRST_RETRY_NS << min(delivery.attempts, 16), _MAX_RETRY_NS)
+        retry_at_ns = (
+            now_ns + min(_FIRST_RETRY_NS << min(delivery.attempts, 16), _MAX_RETRY_NS)
+            if error and now_ns - delivery.created_ns < _MAX_DELIVERY_AGE_NS
+            else None
+        )
         try:
             await asyncio.to_thread(self.state.close_delivery, delivery, error, retry_at_ns)
         except TraceloomError as state_error:  # it is sent again, with the same id

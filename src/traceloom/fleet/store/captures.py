@@ -250,8 +250,7 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
     def advance(self, task: str, holder: str, state: Literal["checked", "analysed"]) -> bool:
         """Moves a task to a state; returns False and changes nothing if it is no longer held."""
         with self._transaction() as connection:
-            is_analysed = state == "analysed"
-            release = ", holder = '', error = '', attempts = 0" if is_analysed else ""
+            release = ", holder = '', error = '', attempts = 0" if state == "analysed" else ""
             return bool(
                 self._held(connection, f"state = :state{release}", task, holder, state=state)
             )
@@ -489,15 +488,17 @@ class ServiceState(HostState, DocumentState, JobFactState, SessionState):
         """
         with self._transaction() as connection:
             now = self._now_ns(connection)
-            until = now + int(lease_s * 1e9)
-            values = {"name": name, "holder": holder, "now": now, "until": until, "url": url}
             return bool(
                 self._change(
                     connection,
                     "INSERT INTO leases (name, holder, until_ns, url) VALUES (:name, :holder, :until, :url) "
                     "ON CONFLICT (name) DO UPDATE SET holder = :holder, until_ns = :until, url = :url "
                     "WHERE leases.holder = :holder OR leases.until_ns <= :now",
-                    **values,
+                    name=name,
+                    holder=holder,
+                    now=now,
+                    until=now + int(lease_s * 1e9),
+                    url=url,
                 )
             )
 

@@ -804,9 +804,8 @@ def build_owners_content(view: OwnersView) -> PageContent:
         ),
         build_versions_section("/owners", view.versions),
     ]
-    heading = f"{units.format_quantity(len(rows), 'rule')} say whose jobs are"
-    if len(rows) == 1:
-        heading = "1 rule says whose jobs are"
+    verb = "says" if len(rows) == 1 else "say"
+    heading = f"{units.format_quantity(len(rows), 'rule')} {verb} whose jobs are"
     numbers = [
         KeyFigure(
             "Rules",

@@ -237,9 +237,11 @@ def _build_waiting_notice(capture: CaptureResponse) -> Node:
             p["It could not be analysed: ", capture.tasks[-1].error],
             p(".quiet")["Once its cause is gone: ", code["traceloom fleet backfill --again"]],
         ]
-    if not capture.state:
-        return p["Its files are not all there yet."]
-    return p["It is being analysed; its report follows here."]
+    return p[
+        "It is being analysed; its report follows here."
+        if capture.state
+        else "Its files are not all there yet."
+    ]
 
 
 def _build_telemetry_table(view: CaptureView) -> PageTable:

@@ -44,7 +44,7 @@ from traceloom.fleet.portal.tables import (
     render_state,
     render_time,
 )
-from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState
+from traceloom.fleet.service.request_plan import ENDED_FLEET_STATES, FleetState, format_rank_runs
 from traceloom.fleet.service.requests import Choice
 from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.server.problem import make_bad_request
@@ -486,7 +486,7 @@ def build_request_content(request: FleetRequestResponse) -> PageContent:
             "host": host.host,
             "state": host.state,
             "since_ns": host.since_ns,
-            "ranks": _format_ranks(host.ranks),
+            "ranks": ", ".join(format_rank_runs(host.ranks)),
             "why": host.detail or host.reason,
         }
         for host in request.hosts
@@ -560,17 +560,6 @@ def _draw_progress(request: FleetRequestResponse) -> Node:
         if ended and request.capture
         else None,
     ]
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    """Formats ranks as ranges: 0, 1, 2, 5 as `0-2, 5`."""
-    runs: list[tuple[int, int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def build_request_controls(visit: PageRequest, request: FleetRequestResponse) -> Node:

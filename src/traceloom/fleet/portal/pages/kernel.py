@@ -143,9 +143,11 @@ def build_regressions_content(result: QueryResult) -> PageContent:
             f"series; {units.format_count(short)} have too few jobs",
         ),
     ]
-    heading = "No kernel became slower"
-    if slower:
-        heading = f"{slower[0]['kernel']} takes {format_change(slower[0]['change'])} now"
+    heading = (
+        f"{slower[0]['kernel']} takes {format_change(slower[0]['change'])} now"
+        if slower
+        else "No kernel became slower"
+    )
     return PageContent(heading, sections, numbers=numbers, asking=asking)
 
 

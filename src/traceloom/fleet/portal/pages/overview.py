@@ -293,14 +293,14 @@ def _list_problems(view: FleetView) -> list[Node]:
     slower: dict[str, SlowerKernel] = {}
     for kernel in problems.slower:  # most expensive first, each kernel once
         slower.setdefault(kernel.kernel, kernel)
-    hung = [job.job for job in view.jobs if job.hung]
     kinds: list[tuple[str, str, list[Node]]] = [
         (
             "bad",
             "/jobs",
             [
-                [a(href=build_job_url(job))[job], " hangs: it makes no steps any more"]
-                for job in hung
+                [a(href=build_job_url(job.job))[job.job], " hangs: it makes no steps any more"]
+                for job in view.jobs
+                if job.hung
             ],
         ),
         ("bad", "/hosts", [_describe_silent_host(host) for host in lost]),
