@@ -282,8 +282,7 @@ def slow_steps(parts: Sequence[RankSummary]) -> SlowSteps:
     complete_steps = (
         steps.filter(pl.col("rank_count") == pl.col("rank_count").max()) if steps.height else steps
     )
-    lengths = complete_steps["duration_ns"].to_numpy()
-    median, limit = compute_step_limit(lengths)
+    median, limit = compute_step_limit(complete_steps["duration_ns"].to_numpy())
     rated = complete_steps.with_columns(
         pl.lit(median, pl.Int64).alias("median_ns"),
         pl.lit(limit, pl.Int64).alias("limit_ns"),

@@ -143,8 +143,7 @@ class Forest(Struct, frozen=True):
     def subtree_sums(self, values: Ints) -> Ints:
         """Returns for each event the sum of `values` over it and all its descendants."""
         total: Ints = np.concatenate([[0], np.cumsum(values)])
-        sums: Ints = total[self.stop] - total[:-1]
-        return sums
+        return total[self.stop] - total[:-1]
 
     def span_ns(self) -> Ints:
         """Returns the durations, clipped to the parents' ends; >= 0."""

@@ -201,8 +201,7 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
     if host.has_stacks:
         names = host.words.names.gather(host.code[frames]).to_list()
         return RuleMatches(frames, "correlated", tuple(name.rsplit(": ", 1)[-1] for name in names))
-    steps = host.named(r"^Optimizer\.step#")
-    step_rows = np.flatnonzero(host.tree.topmost(steps))
+    step_rows = np.flatnonzero(host.tree.topmost(host.named(r"^Optimizer\.step#")))
     if not step_rows.size:
         return RuleMatches(reason="no optimizer step was recorded; stacks would show its code")
     if not find_gpu_event_rows(host.trace).size:

@@ -210,8 +210,7 @@ def _infer_recomputation(trace: Trace, tree: Forest, is_engine_node: Bools) -> B
     """Returns outermost ops that autograd recorded inside a backward node, and that no later
     backward belongs to.
     """
-    events = trace.events
-    is_autograd_op = gather_rows(events["sequence"].is_not_null().to_numpy(), tree.row)
+    is_autograd_op = gather_rows(trace.events["sequence"].is_not_null().to_numpy(), tree.row)
     is_autograd_op &= get_event_column(trace, "category")[tree.row] == vocab.CATEGORIES.index(
         vocab.OP
     )

@@ -75,14 +75,12 @@ class ComparedSteps(Struct, frozen=True):
     @property
     def durations(self) -> Ints:
         """Lengths of the steps, ns."""
-        lengths: Ints = self.spans.end - self.spans.start
-        return lengths
+        return self.spans.end - self.spans.start
 
     @property
     def host_durations(self) -> Ints:
         """Lengths of the steps on the host, ns."""
-        lengths: Ints = self.host_spans.end - self.host_spans.start
-        return lengths
+        return self.host_spans.end - self.host_spans.start
 
 
 def select_compared_steps(trace: Trace) -> ComparedSteps:
@@ -399,8 +397,7 @@ def encode_work_names(trace: Trace, name_codes: NameCodes) -> Ints:
     ]
     used, number = np.unique(code, return_inverse=True)
     names = [name_codes.name(text) for text in matcher.names.gather(used).to_list()]
-    name_numbers: Ints = np.array(names, dtype=np.int64)[number] if used.size else number
-    return name_numbers
+    return np.array(names, dtype=np.int64)[number] if used.size else number
 
 
 def _encode_event_names(
@@ -419,8 +416,7 @@ def _encode_event_names(
         -1 if value < 0 else name_codes.name(re.sub(r"[0-9]+", "#", text) if value % 2 else text)
         for text, value in zip(texts, used.tolist(), strict=True)
     ]
-    name_numbers: Ints = np.array(numbers, dtype=np.int64)[number] if used.size else code
-    return name_numbers
+    return np.array(numbers, dtype=np.int64)[number] if used.size else code
 
 
 def _build_tree(
@@ -710,8 +706,7 @@ def build_side(
                 }
             ).select(rank, "step", "duration_ns", "host_ns")
         )
-        tree_rows = np.flatnonzero(call_trees.node >= 0)
-        reached.append(event_places[tree_rows])
+        reached.append(event_places[np.flatnonzero(call_trees.node >= 0)])
         main = np.flatnonzero(call_trees.main)
         host_times.append((event_places[main], call_trees.self_ns[main]))
         out.outside_ns += int(compared_steps.host_durations.sum() - call_trees.self_ns[main].sum())
@@ -748,8 +743,7 @@ def _assign_work_to_places(
 ) -> pl.DataFrame:
     """Returns GPU work that was launched in the steps, or counts to them, by place."""
     trace = compared_steps.trace
-    origin = attribute_to_launches(trace).launch_position
-    owner = np.append(call_trees.above, -1)[origin]
+    owner = np.append(call_trees.above, -1)[attribute_to_launches(trace).launch_position]
     work = trace.events.filter(pl.col("category").is_in(GPU_WORK)).select(
         "event", "start_ns", "duration_ns"
     )

@@ -370,8 +370,7 @@ def _summarize_regions(
     def by_region(region: Ints, values: Ints) -> Ints:
         total = np.zeros(tree.row.size, dtype=np.int64)
         np.add.at(total, region, values)
-        sums: Ints = total[rows]
-        return sums
+        return total[rows]
 
     region_rows = np.flatnonzero(event_marks.within >= 0)
     regions, part, self_ns = (

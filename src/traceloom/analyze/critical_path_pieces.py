@@ -82,8 +82,7 @@ def find_common_steps(traces: Iterable[Trace]) -> list[int]:
         .agg(pl.col("ns").max(), pl.len().alias("ranks"))
     )
     common = step_totals.filter(pl.col("ranks") == pl.col("ranks").max()).sort("ns", "step")
-    numbers: list[int] = common["step"].to_list()
-    return numbers
+    return common["step"].to_list()
 
 
 def find_median_graph_step(graph: Graph) -> int | None:

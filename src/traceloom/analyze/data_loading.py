@@ -182,8 +182,7 @@ def find_loader_calls(trace: Trace) -> Ints:
     """Returns rows of `trace.events` in which the training loop waits for its DataLoader,
     ascending.
     """
-    tree = build_forest(trace)
-    return np.sort(tree.row[_mark_loader_calls(trace)[1]])
+    return np.sort(build_forest(trace).row[_mark_loader_calls(trace)[1]])
 
 
 @cache_per_trace

@@ -77,8 +77,7 @@ def estimate_from_runs(
     values = np.array([float(statistic(run)) for run in runs])
     counts = (len(base), len(new))
     centre = np.array([values[: counts[0]].mean(), values[counts[0] :].mean()])
-    run_sides = np.repeat([0, 1], counts)
-    run_centres = centre[run_sides]
+    run_centres = centre[np.repeat([0, 1], counts)]
     freedom = float(len(runs) - 2)
     scatter = _divide_by_centre(values, run_centres) - 1
     variance = float((scatter**2).sum()) / freedom

@@ -127,8 +127,7 @@ def decode(data: bytes, location: str) -> Baseline:
     """
     try:
         unfolder = zlib.decompressobj(wbits=31)
-        text = unfolder.decompress(data, _MAX_BYTES)
-        head: dict[str, Any] = msgspec.json.decode(text, type=dict)
+        head: dict[str, Any] = msgspec.json.decode(unfolder.decompress(data, _MAX_BYTES), type=dict)
         if unfolder.eof and head.get("format") == FORMAT:
             if head.get("version") != VERSION:
                 raise other_version("baseline", head.get("version"), VERSION, location)

@@ -139,8 +139,7 @@ def find_main_lane(trace: Trace) -> int | None:
     )
     backward_event = tree.outermost_or_self(classify_events(trace).phase == BACKWARD)
     events = np.bincount(tree.lane)
-    working = tree.lane[is_work & (backward_event < 0)]
-    works = np.bincount(working, minlength=events.size)
+    works = np.bincount(tree.lane[is_work & (backward_event < 0)], minlength=events.size)
     first = set(trace.lanes["lane"].filter(trace.lanes["process"] == trace.lanes["thread"]))
     return max(
         np.flatnonzero(events).tolist(),
@@ -195,8 +194,7 @@ def _assign_phases(trace: Trace, tree: Forest, event_meaning: EventClasses) -> I
         recorded |= gather_rows(events["step"].is_not_null().to_numpy(), tree.row)
     forward = np.flatnonzero((phase < 0) & event_meaning.op & recorded)
     phase[forward[_mark_forward(trace, tree, forward)]] = FORWARD
-    top = tree.outermost_or_self(phase >= 0)
-    top_phase = np.append(phase, _UNKNOWN)[top]
+    top_phase = np.append(phase, _UNKNOWN)[tree.outermost_or_self(phase >= 0)]
     inner = tree.outermost_or_self(is_closure)
     called = (top_phase == OPTIMIZER) & (inner >= 0)
     event_phase = np.where(called, np.append(phase, _UNKNOWN)[inner], top_phase)

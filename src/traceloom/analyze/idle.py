@@ -184,8 +184,7 @@ def split_by_activity(
     length = wait_parts.end - wait_parts.start
     kind = wait_parts.part * len(_HOST_CAUSE_NAMES) + cause
     order = np.lexsort((-length, kind))  # The longest of each part and cause first.
-    ordered = kind[order]
-    first = np.flatnonzero(np.diff(ordered, prepend=-1))
+    first = np.flatnonzero(np.diff(kind[order], prepend=-1))
     part = wait_parts.part[order[first]]
     sure = ~wait_parts.other & (cause != _UNOBSERVED)
     return pl.DataFrame(

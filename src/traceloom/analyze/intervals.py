@@ -85,8 +85,7 @@ def find_overlaps(start: Ints, end: Ints, spans: Spans) -> Overlaps:
     offset = np.arange(left.size, like=left) - np.repeat(np.cumsum(count) - count, count)
     right = first_span[left] + offset
     low = np.maximum(start[left], gather_rows(spans.start, right))
-    high = np.minimum(end[left], gather_rows(spans.end, right))
-    return Overlaps(left, right, low, high)
+    return Overlaps(left, right, low, np.minimum(end[left], gather_rows(spans.end, right)))
 
 
 def intersect_spans(left: Spans, right: Spans) -> Spans:
@@ -133,8 +132,7 @@ def _compute_covered_before(spans: Spans, time: Ints) -> Ints:
     sums = np.concatenate(([0], np.cumsum(spans.end - spans.start)))
     count_started = np.searchsorted(spans.start, time, side="right")
     excess = np.maximum(spans.end[count_started - 1] - time, 0)
-    covered: Ints = sums[count_started] - np.where(count_started > 0, excess, 0)
-    return covered
+    return sums[count_started] - np.where(count_started > 0, excess, 0)
 
 
 def sum_clipped_durations(start: Ints, end: Ints, low: Ints, high: Ints) -> Ints:

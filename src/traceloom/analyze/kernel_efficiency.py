@@ -466,6 +466,4 @@ def find_launch_calls(trace: Trace) -> Ints:
         [vocab.CATEGORIES.index(name) for name in vocab.LAUNCHES],
     )
     rows = np.flatnonzero(is_call & build_vocabulary(trace).events(KERNEL_LAUNCH))
-    is_nested = np.isin(get_event_column(trace, "parent", -1)[rows], rows)
-    launches: Ints = rows[~is_nested]
-    return launches
+    return rows[~np.isin(get_event_column(trace, "parent", -1)[rows], rows)]

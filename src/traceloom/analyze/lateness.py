@@ -305,8 +305,7 @@ def _compute_excess(
         # Relative to the last arriver's own, so that times since 1970 keep their digits.
         less = np.zeros(collective_count, dtype=np.int64)
         np.add.at(less, inst, values[last][inst] - values[is_peer])
-        difference: Ints = np.rint(less / count).astype(np.int64)
-        return difference
+        return np.rint(less / count).astype(np.int64)
 
     late = beyond(rows.begun)
     excess = np.zeros((collective_count, len(CAUSE_NAMES)), dtype=np.int64)
@@ -524,8 +523,7 @@ def wait_heat_map(matched: MatchedCollectives, collectives: pl.DataFrame) -> pl.
     filled = keys.with_columns(
         pl.col(name).fill_null(0) for name in ("wait_ns", "blame_ns", "root_ns")
     )
-    ordered = filled.pipe(cast_to_schema, HEAT_SCHEMA)
-    return ordered.sort("step", "rank", nulls_last=True)
+    return filled.pipe(cast_to_schema, HEAT_SCHEMA).sort("step", "rank", nulls_last=True)
 
 
 @dataclass(frozen=True)

@@ -78,8 +78,7 @@ class Blocks(Struct, frozen=True):
         """Returns which blocks exist just after a row of `trace.allocations`; -1 for before the
         first.
         """
-        exists: Bools = (self.made <= row) & (self.ended > row)
-        return exists
+        return (self.made <= row) & (self.ended > row)
 
     def levels(self, pool: int, rows: int) -> Ints:
         """Returns bytes of all blocks of one memory after each row, shape (rows + 1,); the first is
@@ -94,8 +93,7 @@ class Blocks(Struct, frozen=True):
         change[self.made[selected] + 1] += self.bytes[selected]
         selected = np.flatnonzero(in_pool & (self.ended < rows))
         change[self.ended[selected] + 1] -= self.bytes[selected]
-        levels: Ints = np.cumsum(change, out=change)
-        return levels
+        return np.cumsum(change, out=change)
 
 
 def build_blocks(trace: Trace) -> Blocks:

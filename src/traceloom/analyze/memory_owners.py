@@ -152,8 +152,7 @@ def classify_blocks(
     tree, phase, blocks = build_forest(trace), classify_events(trace).phase, named_blocks.blocks
     # For each host event (the last entry is for none): its phase, and when the outermost optimizer
     # step around it ends. The innermost event at or above each that opens a phase
-    opener = tree.nearest_or_self(phase >= 0)
-    phase_of = np.append(np.append(phase, -1)[opener], -1)
+    phase_of = np.append(np.append(phase, -1)[tree.nearest_or_self(phase >= 0)], -1)
     optimizer_end_ns = np.append(
         np.append(tree.end_ns, EXISTED_BEFORE)[tree.outermost_or_self(phase == OPTIMIZER)],
         EXISTED_BEFORE,
@@ -204,8 +203,7 @@ def classify_blocks(
             (~alive & unbroken, TEMPORARY),
         ]
         category = np.select([rule for rule, _ in rules], [number for _, number in rules], UNKNOWN)
-        from_census = counted | (is_activation & (category == ACTIVATION))
-        evidence = np.where(from_census, CENSUS, INFERRED)
+        evidence = np.where(counted | (is_activation & (category == ACTIVATION)), CENSUS, INFERRED)
         out.category[batch] = category
         out.evidence[batch] = np.where(
             (category == UNKNOWN) | (category == CATEGORIES_BEFORE), NONE, evidence
@@ -506,8 +504,7 @@ def partition(
                 distinct, first, default=None, return_dtype=pl.String
             )
             has = event_types.is_not_null().to_numpy()[tree.row]
-            nearest_typed = tree.nearest_or_self(has)
-            typed_event = np.append(nearest_typed, -1)[named_blocks.position]
+            typed_event = np.append(tree.nearest_or_self(has), -1)[named_blocks.position]
             names = [UNKNOWN_TYPE, *event_types.drop_nulls().unique(maintain_order=True).to_list()]
             number = (
                 event_types.fill_null(UNKNOWN_TYPE)

@@ -353,8 +353,7 @@ def add_graph_replays(trace: Trace, capture: Trace) -> ModelledCalls:
     captured_calls = _find_calls(
         capture, nodes["position"].drop_nulls().to_numpy(), batch_names[0] if batch_names else ""
     )
-    position = nodes["position"].fill_null(-1).to_numpy()
-    capture_call = np.append(captured_calls.owner, -1)[position]
+    capture_call = np.append(captured_calls.owner, -1)[nodes["position"].fill_null(-1).to_numpy()]
     nodes = nodes.with_columns(
         pl.Series("captured", capture_call),
         pl.when(pl.col("reason").is_null() & pl.Series(capture_call < 0))

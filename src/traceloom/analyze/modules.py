@@ -491,5 +491,4 @@ def _resolve_regions(  # noqa: PLR0917
         unresolved = unresolved[resolved[unresolved] >= 0]
         unresolved = unresolved[~is_region[resolved[unresolved]]]
     region = np.append(resolved, -1)[nearest_mark]
-    parent = np.where(is_region, np.append(resolved, -1)[parent_mark], -1)
-    return region, parent
+    return region, np.where(is_region, np.append(resolved, -1)[parent_mark], -1)

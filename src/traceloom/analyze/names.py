@@ -63,8 +63,7 @@ class Vocabulary:
 
     def events(self, pattern: str) -> NDArray[np.bool_]:
         """Returns which events have a name that matches the regular expression; shape (events,)."""
-        matches: NDArray[np.bool_] = gather_rows(self.matching(pattern), self.code)
-        return matches
+        return gather_rows(self.matching(pattern), self.code)
 
 
 @cache_per_trace

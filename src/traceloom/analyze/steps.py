@@ -129,9 +129,11 @@ def find_step_spans(trace: Trace) -> pl.DataFrame:
     """
     if step_times(trace).clock == HOST:
         return trace.steps
-    device_steps = _collect_device_steps([trace])
-    paced = device_steps.with_columns(start_ns="low_ns", end_ns="high_ns")
-    return paced.select(trace.steps.columns)
+    return (
+        _collect_device_steps([trace])
+        .with_columns(start_ns="low_ns", end_ns="high_ns")
+        .select(trace.steps.columns)
+    )
 
 
 def build_device_tiles(trace: Trace) -> Tiles:

@@ -693,8 +693,7 @@ class Context:
     @cached_property
     def rank_clock_offsets(self) -> dict[int | None, int]:
         """What is added to times of each rank's trace in the graph, ns."""
-        rows = self.graph.ranks.select("rank", pl.col("clock_offset_ns").fill_null(0)).rows()
-        return dict(rows)
+        return dict(self.graph.ranks.select("rank", pl.col("clock_offset_ns").fill_null(0)).rows())
 
     def find_trace(self, rank: int | None) -> Trace | None:
         """Returns the trace of a rank; None where several claim it, since it is unknown whose

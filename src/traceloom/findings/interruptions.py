@@ -106,8 +106,7 @@ def find_autotuning(context: Context) -> Iterator[Message]:
             rows = context.in_step(
                 trace.events[np.flatnonzero(gather_rows(is_autotuning_name, vocabulary.code))]
             )
-            host = rows.filter(pl.col("launch").is_null())
-            mask |= context.below(trace, host["event"])
+            mask |= context.below(trace, rows.filter(pl.col("launch").is_null())["event"])
     if not mask.any():
         return
     yield Candidate(

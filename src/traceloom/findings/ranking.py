@@ -410,8 +410,7 @@ class _StepCandidates:
         """Returns the length of each step with all of these fixed, too; ns."""
         changes = [change for key in keys for change in self.candidates[key].changes]
         fixed = self.context.changed(self.base, changes)
-        measured = get_point_times(self.context.graph)
-        bound = measured - max_saved_ns(self.context.graph, fixed)
+        bound = get_point_times(self.context.graph) - max_saved_ns(self.context.graph, fixed)
         return self.lengths(np.maximum(fixed.times(self.plan), bound))
 
     def join(self, keys: Sequence[Key]) -> Key:

@@ -163,8 +163,7 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
 
 def expand_ranges(start: Ints, length: Ints) -> Ints:
     """Returns the numbers start, start + 1, ... of each range, concatenated."""
-    before = np.cumsum(length) - length
-    return np.repeat(start - before, length) + np.arange(int(length.sum()))
+    return np.repeat(start - (np.cumsum(length) - length), length) + np.arange(int(length.sum()))
 
 
 # -- two similar sequences -------------------------------------------------------------------------
@@ -384,8 +383,7 @@ def split_by_thread(host: HostTrace, codes: Ints, selected: Bools) -> list[Threa
         ids[np.minimum(parent, ids.size - 1)] == parent_id
     )
     enclosing = find_nearest_ancestor(np.where(valid_parent, parent, -1), selected)
-    thread = host.ops["thread"].fill_null(0).to_numpy()
-    return _split_ops(thread, ids, codes, enclosing, selected)
+    return _split_ops(host.ops["thread"].fill_null(0).to_numpy(), ids, codes, enclosing, selected)
 
 
 def split_by_lane(trace: Trace, codes: Ints, selected: Bools) -> list[ThreadOps]:

@@ -197,8 +197,7 @@ def read_event_texts(trace: Trace, events: Ints) -> Iterator[bytes]:
         chunks = read_text_pieces(stream, DamageLog())
         for chunk in chunks:
             buffer += chunk
-            end = buffer_offset + len(buffer)
-            ready_end = int(np.searchsorted(ends, end, side="right"))
+            ready_end = int(np.searchsorted(ends, buffer_offset + len(buffer), side="right"))
             for low, high in zip(
                 (offset[next_event:ready_end] - buffer_offset).tolist(),
                 (ends[next_event:ready_end] - buffer_offset).tolist(),

@@ -246,8 +246,7 @@ def _build_row(node: dict[str, Any]) -> dict[str, Any] | None:
     values = dict(node)
     # Move attributes and the parts of inputs and outputs up to the other keys.
     unexpected = False
-    sides = {side: values.pop(side, None) for side in _SIDES}
-    for side, content in sides.items():
+    for side, content in {side: values.pop(side, None) for side in _SIDES}.items():
         if isinstance(content, dict):
             parts = dict(zip(("values", "shapes", "types"), _SIDES[side], strict=True))
             for key, value in content.items():

@@ -645,8 +645,7 @@ class Columns:
         duration[row[never_ended].astype(np.int64)] = 0
         for slug, found in (("missing-duration", never_ended), ("missing-time", ends_alone)):
             if found:
-                where = f"byte {offset[found].min()} of the text"
-                self._damage.note(slug, where, len(found))
+                self._damage.note(slug, f"byte {offset[found].min()} of the text", len(found))
 
     @staticmethod
     def _decode_again(part: Slice, row: int) -> dict[str, Any]:
@@ -663,8 +662,7 @@ class Columns:
         start, _, has_time, _ = self._times(entries, exact=part.exact)
         names, keys, values, times, thread_numbers = [], [], [], [], []
         for index, row in enumerate(rows):
-            args = self._decode_again(part, row)
-            for key, value in args.items():
+            for key, value in self._decode_again(part, row).items():
                 if (
                     isinstance(value, (int, float))
                     and has_time[index]

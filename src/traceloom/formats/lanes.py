@@ -166,8 +166,7 @@ def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Arra
         busy_ns = 0  # covered by spans, which are sorted by start
         if len(members):
             span_start, end = start[members], nested_end[members]
-            reached = np.maximum.accumulate(end)
-            span_start[1:] = np.maximum(span_start[1:], reached[:-1])
+            span_start[1:] = np.maximum(span_start[1:], np.maximum.accumulate(end)[:-1])
             busy_ns = int(np.maximum(end - span_start, 0).sum())
         row = {"lane": lane, **described, "events": len(members), "busy_ns": busy_ns}
         if (

@@ -399,8 +399,7 @@ def build_collective_frame(
 
 def apply_per_text(column: pl.Series, function: Any, dtype: Any = pl.String) -> pl.Series:
     """Applies a function once to each distinct text of a column with few distinct texts."""
-    different = column.unique().drop_nulls()
-    table = {text: function(text) for text in different}
+    table = {text: function(text) for text in column.unique().drop_nulls()}
     return (
         column.replace_strict(table, default=None, return_dtype=dtype)
         if table
@@ -428,8 +427,9 @@ def _read_annotations(events: pl.DataFrame, tensors: pl.DataFrame) -> pl.DataFra
     )
     if not annotated.height:
         return pl.DataFrame(schema=SCHEMAS["collectives"])
-    described = annotated.select("shapes", "types").unique().rows()
-    table = {key: _count_elements(*key) for key in described}
+    table = {
+        key: _count_elements(*key) for key in annotated.select("shapes", "types").unique().rows()
+    }
     contents = [table[key] for key in annotated.select("shapes", "types").iter_rows()]
     return pl.DataFrame(
         {

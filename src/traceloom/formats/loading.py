@@ -368,8 +368,7 @@ def load(*paths: AnyPath, cache: bool = True, progress: Report | None = None) ->
             where=", ".join(str(path) for path in paths[:3]),
             hint=f"give the files of one run, as in: traceloom report {shlex.join(first_paths)}",
         )
-    loaded = _load_sessions(discovered, runs, labels, refused, cache=cache, progress=progress)
-    return loaded.runs[0]
+    return _load_sessions(discovered, runs, labels, refused, cache=cache, progress=progress).runs[0]
 
 
 def fetch_remote(paths: tuple[AnyPath, ...], *, cache: bool) -> tuple[AnyPath, ...]:

@@ -48,8 +48,7 @@ def find_complete_end(text: bytes) -> int | None:
 
     Brackets inside strings are not counted, so it is exact for well-formed text.
     """
-    unescaped = _ESCAPED.sub(b"__", text)
-    characters = np.frombuffer(unescaped, dtype=np.uint8)
+    characters = np.frombuffer(_ESCAPED.sub(b"__", text), dtype=np.uint8)
     unquoted = ~np.logical_xor.accumulate(characters == ord('"'))
     opens = unquoted & ((characters == ord("{")) | (characters == ord("[")))
     closes = unquoted & ((characters == ord("}")) | (characters == ord("]")))

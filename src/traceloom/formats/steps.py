@@ -118,8 +118,7 @@ def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFr
         )
         spans = spans.with_columns(number=pl.int_range(pl.len(), dtype=pl.Int64))
     if evidence == "mark":
-        next_starts = spans["start_ns"].shift(-1)
-        spans = spans.with_columns(end_ns=next_starts).head(-1)
+        spans = spans.with_columns(end_ns=spans["start_ns"].shift(-1)).head(-1)
     else:
         spans = spans.with_columns(end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
     return _build_frame(spans, evidence), notices
@@ -290,8 +289,7 @@ def _find_requests(
     lower_mean = np.cumsum(logs)[:-1] / count
     upper_mean = (logs.sum() - np.cumsum(logs)[:-1]) / (logs.size - count)
     # The split that minimizes the variance of both groups.
-    between = count * (logs.size - count) * (upper_mean - lower_mean) ** 2
-    split = int(np.argmax(between))
+    split = int(np.argmax(count * (logs.size - count) * (upper_mean - lower_mean) ** 2))
     short_pause, long_pause = np.median(ordered[: split + 1]), np.median(ordered[split + 1 :])
     if long_pause < max(_MIN_GAP_RATIO * short_pause, _MIN_GAP_NS):
         return nothing

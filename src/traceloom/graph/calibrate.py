@@ -178,8 +178,7 @@ def classify_edges(graph: Graph) -> EdgeClasses:
         np.isin(kind, _get_kind_codes(_FROM_CALL_KINDS)),
         np.isin(kind, _get_kind_codes(_TO_CALL_KINDS)),
     )
-    called = np.where(first, source, target)[first | last]
-    names, name_of = np.unique(called, return_inverse=True)
+    names, name_of = np.unique(np.where(first, source, target)[first | last], return_inverse=True)
     calls = nodes["name"][names]
     code = calls.rank("dense").to_numpy() if calls.len() else np.zeros(0, dtype=np.int64)
     name = np.zeros(rows.size, dtype=np.int64, like=kind)

@@ -234,8 +234,7 @@ def _find_streams_of_calls(
     records = records[tree.named(host_tree.RECORDS, records)]
     position = np.concatenate([calls, records, waits])
     order = np.argsort(position, kind="stable")
-    sizes = (calls.size, records.size, waits.size)
-    kind = np.repeat([_LAUNCH, _RECORD, _WAIT], sizes)[order]
+    kind = np.repeat([_LAUNCH, _RECORD, _WAIT], (calls.size, records.size, waits.size))[order]
     # The work of each launch; that of others is of no stream
     work_of = np.append(launched[first], np.full(records.size + waits.size, -1))[order]
     stream, position = np.append(work.lane, -1)[work_of], position[order]

@@ -144,8 +144,7 @@ def select_acyclic_edges(source: Ints, target: Ints, firm: Bools, times: Ints) -
     where they must be, decides about all others.
     """
     nodes = times.size // 2
-    early = times[target] <= times[source]
-    basis = firm | early
+    basis = firm | (times[target] <= times[source])
     while True:
         rows = np.flatnonzero(basis)
         try:
@@ -188,8 +187,7 @@ def _drop_cycles(nodes: int, source: Ints, target: Ints) -> Bools:
         order = np.argsort(tails, kind="stable")
         reached = heads[order]
         bounds = np.searchsorted(tails[order], np.arange(2 * nodes + 1))
-        live = remaining[before] & remaining[after]
-        waits = np.bincount(heads[live], minlength=2 * nodes)
+        waits = np.bincount(heads[remaining[before] & remaining[after]], minlength=2 * nodes)
         ready = np.flatnonzero((waits == 0) & remaining).tolist()
         while ready:
             point = ready.pop()

@@ -357,13 +357,11 @@ class Graph:
 
     def node_mask(self, *kinds: str) -> Bools:
         """Returns which nodes are of these kinds, shape (nodes,)."""
-        selected: Bools = np.isin(NODE_KINDS, kinds)[self._node_kinds]
-        return selected
+        return np.isin(NODE_KINDS, kinds)[self._node_kinds]
 
     def edge_mask(self, *kinds: str) -> Bools:
         """Returns which edges are of these kinds, shape (edges,)."""
-        selected: Bools = np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
-        return selected
+        return np.isin(EDGE_KINDS, kinds)[self._edge_kinds]
 
     @cached_property
     def names(self) -> pl.Series:

@@ -308,8 +308,9 @@ def _match_by_names(both: _TracePair) -> Matching:
     in_trace = np.isin(both.host_code, both.event_code[both.event])
     in_host = np.isin(both.event_code, both.host_code[both.op])
     threads = split_by_thread(both.host, both.host_code, both.op & in_trace)
-    lanes = split_by_lane(both.trace, both.event_code, both.event & in_host)
-    fit = _LaneAssignment.of(threads, lanes)
+    fit = _LaneAssignment.of(
+        threads, split_by_lane(both.trace, both.event_code, both.event & in_host)
+    )
     row, event = fit.pairs()
     for iteration in range(1, min(fit.iterations, _MAX_PLACES)):
         if row.size >= MIN_MATCHED_SHARE * both.ops:

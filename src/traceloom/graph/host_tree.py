@@ -79,8 +79,7 @@ def encode_distinct_names(names: pl.Series) -> tuple[pl.Series, Array]:
 def match_names(names: pl.Series, pattern: str) -> Bools:
     """Returns which names match the pattern, evaluated once per distinct name; shape (names,)."""
     distinct_names, word = encode_distinct_names(names)
-    matches: Bools = contains(distinct_names, pattern).to_numpy()[word]
-    return matches
+    return contains(distinct_names, pattern).to_numpy()[word]
 
 
 _NODE_CATEGORIES = (vocab.OP, vocab.ANNOTATION, vocab.RUNTIME, vocab.DRIVER, vocab.COLLECTIVE)
@@ -133,8 +132,7 @@ class HostTree(Struct, frozen=True):
         of `HOST_PATTERNS`.
         """
         is_match = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
-        matches: Bools = is_match[self.word if position is None else self.word[position]]
-        return matches
+        return is_match[self.word if position is None else self.word[position]]
 
 
 def separate_messages(trace: Trace) -> Trace:
@@ -225,8 +223,7 @@ def build_host_tree(trace: Trace) -> HostTree:
     enclosing = _find_enclosing_communication(trace, parent, call)
     outer = np.where(enclosing >= 0, enclosing, outer)
     retained &= outer < 0
-    polls = _find_polling_lanes(trace, retained, call)
-    omitted = retained & polls[lane_of]
+    omitted = retained & _find_polling_lanes(trace, retained, call)[lane_of]
     retained &= ~omitted
     row = np.flatnonzero(retained)
     row = row[np.argsort(lane_of[row], kind="stable")]
@@ -282,8 +279,7 @@ def _find_enclosing_communication(trace: Trace, parent: Ints, call: Bools) -> In
         ancestor = parent[ancestor]
         nested, ancestor = nested[ancestor >= 0], ancestor[ancestor >= 0]
     on_device = np.zeros(parent.size, dtype=np.bool_)
-    calling = outer[call & (outer >= 0)]
-    on_device[calling] = True
+    on_device[outer[call & (outer >= 0)]] = True
     outer[(outer >= 0) & on_device[outer]] = -1
     return outer
 
@@ -346,8 +342,7 @@ class Segments(Struct, frozen=True):
         part_index = np.arange(segments.size) + 1 + segments
         start[part_index] = times
         end[part_index - 1] = times
-        after = number + part_counts - 1
-        last = after[self.last]
+        last = (number + part_counts - 1)[self.last]
         return Segments(
             self.owner[source_segment],
             self.lane[source_segment],

@@ -289,8 +289,7 @@ def _build_nodes(
         work_kind[(category == name).to_numpy()] = graph_schema.NODE_KINDS.index(node_kind)
     calls_host = category == COMMAND
     if calls_host.any():
-        names = trace.events["name"].gather(work.row)
-        calls_host &= names.str.starts_with(HOST_NODE)
+        calls_host &= trace.events["name"].gather(work.row).str.starts_with(HOST_NODE)
         work_kind[calls_host.to_numpy()] = graph_schema.NODE_KINDS.index(graph_schema.HOST)
     work_kind[parts.communication.work] = parts.communication.work_kind
     work_kind[delayed] = graph_schema.NODE_KINDS.index(graph_schema.WAIT)
@@ -349,8 +348,7 @@ def _build_nodes(
     if matching is not None:
         ids = pl.Series("host_op", np.asarray(matching.host_op, dtype=np.int64)).replace(-1, None)
         host_op = ids.gather(nodes["op"].cast(pl.UInt32))
-    schema = GRAPH_SCHEMAS["nodes"]
-    return nodes.with_columns(host_op).pipe(cast_to_schema, schema), lanes
+    return nodes.with_columns(host_op).pipe(cast_to_schema, GRAPH_SCHEMAS["nodes"]), lanes
 
 
 def _build_coverage(

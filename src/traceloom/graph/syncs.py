@@ -333,8 +333,8 @@ def find_spin_waits(
     fits[waits] = False
     submits = np.zeros(tree.row.size + 1, dtype=np.bool_)
     submits[times.work.call[times.work.call >= 0]] = True
-    before = np.append(-1, host.owner[:-1])
     # Right after a call that submitted GPU work.
+    before = np.append(-1, host.owner[:-1])
     fits &= submits[before] & np.append(False, host.lane[1:] == host.lane[:-1])
     segments = np.flatnonzero(fits)
     awaited = times.thread_launched_before(host.lane[segments], host.start[segments])

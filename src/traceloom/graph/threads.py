@@ -234,8 +234,7 @@ def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
     autograd_roots = np.bincount(tree.lane[root & tree.named(AUTOGRAD)], minlength=size)
     candidates = lanes[autograd_roots[lanes] < _MIN_AUTOGRAD_SHARE * np.maximum(roots[lanes], 1)]
     candidates = candidates if candidates.size else lanes
-    is_plain = tree.call | tree.named(PLAIN_OP)
-    done = np.bincount(tree.lane[is_plain], minlength=size)
+    done = np.bincount(tree.lane[tree.call | tree.named(PLAIN_OP)], minlength=size)
     busiest = int(candidates[done[candidates].argmax()])
     main_named = candidates[(trace.lanes["name"] == "main thread").to_numpy()[candidates]]
     return (
@@ -250,8 +249,7 @@ def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> 
     category = trace.events["category"][tree.row]
     is_plain_op = (category == "op").to_numpy() & tree.named(PLAIN_OP)
     works = tree.call | is_plain_op | tree.named(HOST_BACKENDS)
-    quiet: Bools = ~np.append(works, False)[host.owner] & (host.end - host.start >= _MIN_QUIET_NS)
-    return quiet
+    return ~np.append(works, False)[host.owner] & (host.end - host.start >= _MIN_QUIET_NS)
 
 
 def _explain_by_other_threads(
@@ -380,8 +378,7 @@ def _find_wakeups(  # noqa: PLR0917
     opens = np.append(True, lane[1:] != lane[:-1])[: lane.size]
     before_run = np.maximum.accumulate(np.where(opens, np.arange(lane.size), 0)) - 1
     index = np.searchsorted(tree.end[end_order], host.start[head], side="right") - 1
-    same_lane = (index >= 0) & (lane[index] == host.lane[head])
-    index = np.where(same_lane, before_run[index], index)
+    index = np.where((index >= 0) & (lane[index] == host.lane[head]), before_run[index], index)
     ended = np.where(index >= 0, end_order[index], -1)
     ended[(ended >= 0) & (tree.end[ended] < since)] = -1
     has_previous = ended >= 0
@@ -530,5 +527,4 @@ class CpuTime(Struct, frozen=True):
         for number, samples in self.lanes.items():
             rows = np.flatnonzero(lane == number)
             min_ran_ns[rows] = samples.bound_cpu_time(low[rows], high[rows])[0]
-        mostly_ran: Bools = min_ran_ns >= _MIN_WORKED_SHARE * (high - low)
-        return mostly_ran & (high > low)
+        return (min_ran_ns >= _MIN_WORKED_SHARE * (high - low)) & (high > low)

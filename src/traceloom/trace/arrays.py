@@ -366,8 +366,7 @@ def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
     key = enclosing[order] * size + start[order]
     index = np.searchsorted(key, depth * size + change_points) - 1
     value = np.where(depth >= 0, np.append(start[order], -1)[index], -1)
-    innermost: Ints = np.repeat(value, np.diff(np.append(change_points, size)))
-    return innermost
+    return np.repeat(value, np.diff(np.append(change_points, size)))
 
 
 def sort_unique(values: Array) -> Array:

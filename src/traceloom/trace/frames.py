@@ -96,8 +96,7 @@ def to_rows(frame: pl.DataFrame) -> list[Any]:
     """Returns the rows of a frame as dictionaries, typed as rows of the document that they go
     into.
     """
-    rows: list[Any] = frame.to_dicts()
-    return rows
+    return frame.to_dicts()
 
 
 class Result:

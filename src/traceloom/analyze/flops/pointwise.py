@@ -202,8 +202,7 @@ def estimate_arange(call: Call) -> Work:
     if not numbers:
         raise Unknown("the bounds are not recorded")
     start, end, step = (0.0, *numbers, 1.0) if len(numbers) == 1 else (*numbers, 1.0)[:3]
-    count = max(0, math.ceil((end - start) / step))
-    return Work(0, count * out[0].size, out[0].dtype)
+    return Work(0, max(0, math.ceil((end - start) / step)) * out[0].size, out[0].dtype)
 
 
 # Largest, difference, exponential, sum, division (log softmax: logarithm and difference for the

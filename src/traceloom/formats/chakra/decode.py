@@ -249,8 +249,7 @@ def decode_packed(source: Buffer, start: Ints, length: Ints) -> tuple[Ints, Ints
 
 def decode_zigzag(values: Ints) -> Ints:
     """Decodes numbers from the zigzag encoding of `sint64`."""
-    unsigned = values.view(np.uint64)
-    return (unsigned >> np.uint64(1)).view(np.int64) ^ -(values & 1)
+    return (values.view(np.uint64) >> np.uint64(1)).view(np.int64) ^ -(values & 1)
 
 
 class NameIndex:
@@ -450,8 +449,7 @@ class NodeColumns:
             attribute.begin[matches],
             attribute.value[matches],
         )
-        inner = decode_fields(self.source, start, start + length)
-        runs = inner.numbered(1, DELIMITED)
+        runs = decode_fields(self.source, start, start + length).numbered(1, DELIMITED)
         counts, values = decode_packed(self.source, runs.begin, runs.value)
         values = decode_zigzag(values) if member.startswith("sint") else values
         count = np.bincount(runs.row, weights=counts, minlength=len(rows)).astype(np.int64)

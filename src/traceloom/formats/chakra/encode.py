@@ -104,8 +104,7 @@ def encode_texts(series: pl.Series) -> ByteRows:
         return build_empty_rows(0)
     sizes = series.str.len_bytes()
     lengths = (sizes.fill_null(0) if series.null_count() else sizes).cast(pl.Int64).to_numpy()
-    joined = series.str.join("").item()
-    return ByteRows(np.frombuffer(joined.encode(), np.uint8), lengths)
+    return ByteRows(np.frombuffer(series.str.join("").item().encode(), np.uint8), lengths)
 
 
 def encode_binary(series: pl.Series) -> ByteRows:

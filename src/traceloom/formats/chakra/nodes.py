@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import polars as pl
@@ -558,8 +557,7 @@ def _slice_dependencies(pairs: Pairs, start: int, count: int) -> tuple[Ints, Int
 def build_metadata(schema: str, extra: Mapping[str, str | int]) -> GlobalMetadata:
     """Builds the first message of a file: our schema name and further entries by name."""
     message = GlobalMetadata(version="1.0.0")
-    values: dict[str, Any] = {"schema": schema, "traceloom": __version__, **extra}
-    for name, value in values.items():
+    for name, value in {"schema": schema, "traceloom": __version__, **extra}.items():
         if isinstance(value, int):
             message.attr.add(name=name, int64_val=value)
         else:
