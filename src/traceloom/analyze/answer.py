@@ -299,8 +299,7 @@ def _describe_steps(
     if window_count > 1:
         span += f" in {window_count} windows of the recording"
     lengths = _collect_step_durations(all_facts)
-    medians = map(_compute_median_step_ns, processes.values())
-    by_rank = [ns for ns in medians if ns is not None]
+    by_rank = [ns for ns in map(_compute_median_step_ns, processes.values()) if ns is not None]
     if max(by_rank) - min(by_rank) > _MAX_STEP_DIFFERENCE * max(by_rank):
         span += f" ({format_duration(min(by_rank))} to {format_duration(max(by_rank))} by rank)"
     elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]

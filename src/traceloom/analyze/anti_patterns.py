@@ -116,8 +116,7 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
         return RuleMatches()
     # Siblings are below the same operator, or called by the same Python code (built-in functions
     # are not code).
-    frames = ~(host.is_python & host.named(r"^<built-in "))
-    nearest_frame = host.tree.nearest(frames)
+    nearest_frame = host.tree.nearest(~(host.is_python & host.named(r"^<built-in ")))
     ops = np.flatnonzero(host.is_op)
     family = nearest_frame[ops] + 1 + np.where(nearest_frame[ops] < 0, -host.tree.lane[ops] - 1, 0)
     order = np.argsort(family, kind="stable")
@@ -130,8 +129,7 @@ def find_loop_indexing(host: HostEventIndex) -> RuleMatches:
     same = has_next.copy()
     candidates = np.flatnonzero(has_next)
     hashed = StretchNumbers(code)
-    fits = select[candidates] + 2 * length[candidates] <= end[candidates]
-    candidates = candidates[fits]
+    candidates = candidates[select[candidates] + 2 * length[candidates] <= end[candidates]]
     same[:] = False
     same[candidates] = hashed.number(select[candidates], length[candidates]) == hashed.number(
         select[candidates + 1], length[candidates]
@@ -211,8 +209,7 @@ def find_single_tensor_optimizers(host: HostEventIndex) -> RuleMatches:
     fused_count = host.inside(host.is_op & host.named(r"_foreach_|_fused_|multi_tensor"))
     updates = host.inside(host.is_op & host.named(r"^aten::(addcdiv_|addcmul_|lerp_|add_|mul_)$"))
     # At least two parameters, or two updates of one
-    is_single = (fused_count[step_rows] == 0) & (updates[step_rows] >= 2)
-    step_rows = step_rows[is_single]
+    step_rows = step_rows[(fused_count[step_rows] == 0) & (updates[step_rows] >= 2)]
     return RuleMatches(
         step_rows,
         "inferred",

@@ -248,8 +248,7 @@ def _list_calls(trace: Trace, busy: Spans) -> pl.DataFrame:
         next_call[order[:-1][same]] = start[order][1:][same]
         # The first interval of GPU work that ends later
         after = np.searchsorted(busy.end, end, side="right")
-        next_work = np.append(busy.start, end.max())[after]
-        idle = np.maximum(np.minimum(next_work, next_call) - end, 0)
+        idle = np.maximum(np.minimum(np.append(busy.start, end.max())[after], next_call) - end, 0)
         idle_after = np.where(after == busy.start.size, 0, idle)
         times |= {
             "gpu_busy_ns": covered,

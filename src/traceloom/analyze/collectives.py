@@ -252,8 +252,7 @@ def _find_phases(trace: Trace, events: pl.Series) -> pl.Series:
     phase_of = classify_events(trace).phase
     rows = events.cast(pl.Int64).fill_null(-1).to_numpy()
     positions = np.where(rows >= 0, tree.position[rows], -1)
-    phased = np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER))
-    nearest = tree.nearest_or_self(phased)
+    nearest = tree.nearest_or_self(np.isin(phase_of, (FORWARD, BACKWARD, OPTIMIZER)))
     source = np.where(positions >= 0, nearest[np.maximum(positions, 0)], -1)
     # Gloo's calls are alone on threads of their own: their phase is that of autograd's thread at
     # the time.

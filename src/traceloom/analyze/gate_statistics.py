@@ -156,8 +156,7 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
     generator = np.random.default_rng(SEED)
     draws, variances, freedoms = [], [], []
     for steps in (base, new):
-        length = choose_block_length(steps)
-        blocks = max(steps.size / length, 2.0)
+        blocks = max(steps.size / choose_block_length(steps), 2.0)
         value = float(statistic(steps))
         step_draws = _draw_step_values(generator, steps, statistic)
         # The scatter of a sample has one degree of freedom less than it has blocks, and that of a

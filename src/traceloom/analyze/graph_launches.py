@@ -497,8 +497,9 @@ def map_nodes(
         (0, kernels.height),
     ]
     nodes = graph_launches.nodes.select("graph", "node", "name", "replay_count", "total_ns")
-    distinct_names = pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True)
-    numbered = pl.Enum(distinct_names.drop_nulls())
+    numbered = pl.Enum(
+        pl.concat([nodes["name"], kernels["name"]]).unique(maintain_order=True).drop_nulls()
+    )
     capture_codes = kernels["name"].cast(numbered).to_physical().to_numpy().astype(np.int64)
     parts = []
     for (_graph,), graph_nodes in nodes.group_by("graph", maintain_order=True):

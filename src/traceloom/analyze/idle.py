@@ -407,8 +407,11 @@ def find_edge_causes(trace: Trace) -> pl.DataFrame:
     each device: cause (a name of HOST_CAUSES), ns; the most first.
     """
     main, tiles = find_main_lane(trace), build_device_tiles(trace)
-    spans = select_gpu_work(trace).group_by("device")
-    work = spans.agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+    work = (
+        select_gpu_work(trace)
+        .group_by("device")
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+    )
     told = np.isin(trace.steps["step"].to_numpy(), list_told_steps(trace).to_numpy())
     low, high = (side[np.append(told, False)[tiles.row]] for side in tiles.spans)
     device, start, end = (

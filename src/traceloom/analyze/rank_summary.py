@@ -250,8 +250,7 @@ def _classify_main_thread_time(trace: Trace, start: Ints, end: Ints) -> pl.DataF
             pl.lit("host_unobserved").alias("cause"),
             pl.lit(None, pl.String).alias("name"),
         )
-    number = np.arange(start.size)
-    stretches = GapIntervals(number, np.full(start.size, -1), start, end)
+    stretches = GapIntervals(np.arange(start.size), np.full(start.size, -1), start, end)
     parts = split_by_activity(
         trace, stretches, np.full(start.size, lane), np.zeros(start.size, dtype=np.int64)
     )

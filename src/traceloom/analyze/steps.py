@@ -245,8 +245,7 @@ def cut(start_ns: Ints, end_ns: Ints, at_ns: Ints) -> CutStretches:
     it.
     """
     first = np.searchsorted(at_ns, start_ns, side="right")
-    last = np.searchsorted(at_ns, end_ns, side="left")
-    cut_count = np.maximum(last - first, 0)
+    cut_count = np.maximum(np.searchsorted(at_ns, end_ns, side="left") - first, 0)
     if not cut_count.any():
         return CutStretches(np.arange(start_ns.size, like=start_ns), start_ns, end_ns)
     count = cut_count + 1

@@ -61,8 +61,7 @@ _BACKWARD_NOT_RECORDED = (
 def find_pauses(context: Context) -> Iterator[Message]:
     """Reports long intervals in which the host does one other thing: a pause, a write, a log."""
     python = select_time_between_operators(context)
-    work = context.graph.nodes["work_ns"].to_numpy()
-    long = python & (work >= compute_min_pause_ns(context))
+    long = python & (context.graph.nodes["work_ns"].to_numpy() >= compute_min_pause_ns(context))
     if not long.any():
         return
     # Regions named backward, on ranks of whose backward pass no derivative was recorded: they run

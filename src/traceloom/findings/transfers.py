@@ -62,8 +62,9 @@ def find_round_trip_copies(context: Context) -> Iterator[Message]:
                 paired += [waiting[size].pop(0), event]
         pairs += len(paired) // 2
         rows = pl.Series(paired, dtype=pl.UInt32)
-        calls = trace.events["launch"][rows]
-        mask |= context.node_mask(trace, pl.concat([rows, calls.cast(pl.UInt32)]))
+        mask |= context.node_mask(
+            trace, pl.concat([rows, trace.events["launch"][rows].cast(pl.UInt32)])
+        )
     if not pairs or not mask.any():
         return
     on_device = mask & context.select_kinds(graph_schema.COPY)

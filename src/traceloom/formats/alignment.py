@@ -128,8 +128,7 @@ def find_similar(pattern: RollingHashes, text: RollingHashes) -> SimilarStretche
     # part of the pattern is preferred.
     rare = np.lexsort((hash_numbers(np.arange(pattern_hashes.size)), count))
     rare = rare[count[rare] > 0]
-    budget = 4096 + 8 * (pattern.tokens.size + text.tokens.size)
-    rare = rare[np.cumsum(count[rare]) <= budget]
+    rare = rare[np.cumsum(count[rare]) <= 4096 + 8 * (pattern.tokens.size + text.tokens.size)]
     # Offsets from pattern to text at which stretches match.
     shift = order[expand_ranges(low[rare], count[rare])] - np.repeat(rare, count[rare])
     if not shift.size:

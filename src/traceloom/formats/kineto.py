@@ -283,42 +283,24 @@ def build_copy_frame(
     ).cast(SCHEMAS["copies"])
 
 
-def build_kernel_frame(columns: dict[str, Array]) -> pl.DataFrame:
-    """Builds the `kernels` frame: launch configuration and occupancy of each kernel, in
-    time order.
+def _to_figures(values: Array) -> pl.Series:
+    return to_series(values, pl.Float64).fill_nan(None)
+
+
+def build_event_frame(
+    columns: dict[str, Array], name: str, convert: Callable[[Array], pl.Series]
+) -> pl.DataFrame:
+    """Builds a frame that says more about some events (`kernels`, `tensors`, `python`), in time
+    order.
     """
     order = np.argsort(columns["event"], kind="stable")
-    figures = {
-        name: to_series(columns[name][order], pl.Float64).fill_nan(None)
-        for name in OCCUPANCY_COLUMNS
-    }
-    return pl.DataFrame(
-        {"event": to_series(columns["event"][order], pl.UInt32), **figures},
-        schema=SCHEMAS["kernels"],
-    )
-
-
-def build_tensor_frame(columns: dict[str, Array], texts: NumberedTexts) -> pl.DataFrame:
-    """Builds the `tensors` frame: inputs of ops, as lists in JSON text."""
-    order = np.argsort(columns["event"], kind="stable")
-    lists = {
-        name: texts.column(values[order]) for name, values in columns.items() if name != "event"
-    }
-    return pl.DataFrame(
-        {"event": to_series(columns["event"][order], pl.UInt32), **lists}, schema=SCHEMAS["tensors"]
-    )
-
-
-def build_python_frame(columns: dict[str, Array]) -> pl.DataFrame:
-    """Builds the `python` frame: ids of Python frames and modules."""
-    order = np.argsort(columns["event"], kind="stable")
     values = {
-        name: to_nullable_series(column[order])
-        for name, column in columns.items()
-        if name != "event"
+        column: convert(columns[column][order])
+        for column in SCHEMAS[name]
+        if column in columns and column != "event"
     }
     return pl.DataFrame(
-        {"event": to_series(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS["python"]
+        {"event": to_series(columns["event"][order], pl.UInt32), **values}, schema=SCHEMAS[name]
     )
 
 
@@ -560,7 +542,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     arrows = DeferredFrame(build_flow_frame, flows, texts, events, file_events.place)
     events = _link_events(file_events, events, nesting, steps, arrows)
     del device, stream, lanes, on_device, values, missing
-    tensors = DeferredFrame(build_tensor_frame, file_events.side("tensors"), texts)
+    tensors = DeferredFrame(build_event_frame, file_events.side("tensors"), "tensors", texts.column)
     described = file_events.side("collectives")
     ranks = described["rank"]
     collectives = build_collective_frame(described, texts, events, tensors)
@@ -577,10 +559,14 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         "steps": steps,
         "collectives": collectives,
         "copies": DeferredFrame(build_copy_frame, file_events.side("copies"), texts, events),
-        "kernels": DeferredFrame(build_kernel_frame, file_events.side("kernels")),
+        "kernels": DeferredFrame(
+            build_event_frame, file_events.side("kernels"), "kernels", _to_figures
+        ),
         "syncs": DeferredFrame(build_sync_frame, file_events.side("syncs"), texts, events),
         "flows": arrows,
-        "python": DeferredFrame(build_python_frame, file_events.side("frames")),
+        "python": DeferredFrame(
+            build_event_frame, file_events.side("frames"), "python", to_nullable_series
+        ),
         "allocations": DeferredFrame(
             build_allocation_frame,
             allocations,

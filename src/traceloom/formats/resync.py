@@ -273,13 +273,10 @@ class JsonScanner:
         parsed = self.value(position) if _OBJECT_START.match(self.letters, position) else None
         return parsed is not None and self._entry_format.is_entry(parsed[0])
 
-    def is_foreign_key(self, position: int) -> bool:
+    def is_key(self, position: int, *, of_entry: bool) -> bool:
+        """Whether a key of entries is here; else whether any other key is."""
         match = _OBJECT_KEY.match(self.letters, position)
-        return match is not None and match.group(1) not in self._entry_format.keys
-
-    def is_entry_key(self, position: int) -> bool:
-        match = _OBJECT_KEY.match(self.letters, position)
-        return match is not None and match.group(1) in self._entry_format.keys
+        return match is not None and (match.group(1) in self._entry_format.keys) == of_entry
 
     def find_list_end(self, position: int, *, is_bare_list: bool) -> int | None:
         """Returns the bracket that closes the list, if no more entries of it follow.
@@ -400,7 +397,7 @@ class EntryRecovery:
                 after_value = scanner.skip_blanks(end)
                 next_position = (
                     scanner.find_next_entry(after_value)
-                    if scanner.is_entry_key(after_value)
+                    if scanner.is_key(after_value, of_entry=True)
                     else None
                 )
                 if next_position is None or self._entry_format.mark.search(
@@ -421,7 +418,7 @@ class EntryRecovery:
             or _LIST_CONTINUES.match(scanner.letters, position + 1)
         ):
             return position + 1, True
-        elif (char == b'"' and scanner.is_foreign_key(position)) or (
+        elif (char == b'"' and scanner.is_key(position, of_entry=False)) or (
             char == b"}" and not self.text[position + 1 :].strip(b" \t\r\n\0")
         ):
             self._note("damaged-metadata", position)  # the closing bracket of the list is missing

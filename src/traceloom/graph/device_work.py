@@ -90,8 +90,7 @@ def collect_device_work(trace: Trace, tree: HostTree) -> DeviceWork:
     if (work["category"] == COMMAND).any():
         # Of a CUDA graph whose launch is not recorded only the work counts.
         is_node = (pl.col("category") == COMMAND) & ~pl.col("name").is_in([*FROM_COMMAND])
-        is_called = pl.col("correlation").is_in(calls["correlation"].implode())
-        work = work.filter(~is_node | is_called)
+        work = work.filter(~is_node | pl.col("correlation").is_in(calls["correlation"].implode()))
     row = work["event"].to_numpy().astype(np.int64)
     start = work["start_ns"].to_numpy()
     end = start + np.maximum(work["duration_ns"].to_numpy(), 0)

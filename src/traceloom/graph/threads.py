@@ -246,8 +246,7 @@ def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 
 def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Returns gaps and self times of some length in which it is unknown what the thread does."""
-    category = trace.events["category"][tree.row]
-    is_plain_op = (category == "op").to_numpy() & tree.named(PLAIN_OP)
+    is_plain_op = (trace.events["category"][tree.row] == "op").to_numpy() & tree.named(PLAIN_OP)
     works = tree.call | is_plain_op | tree.named(HOST_BACKENDS)
     return ~np.append(works, False)[host.owner] & (host.end - host.start >= _MIN_QUIET_NS)
 

@@ -271,8 +271,7 @@ class Session:
         return f"<p><b>{escape(sanitize(self.name))}</b></p><table><tr>{head}</tr>{rows}</table>{remainder}"
 
     def __repr__(self) -> str:
-        events = self.event_count
-        return f"<Session {self.name}: {len(self.traces)} traces, {events:,} events>"
+        return f"<Session {self.name}: {len(self.traces)} traces, {self.event_count:,} events>"
 
 
 _FINDING_COLUMNS = build_schema(

@@ -29,8 +29,7 @@ def estimate_fused_experts(call: Call) -> Work:
     n2 = second.shape[2]
     if k != tokens.shape[-1]:
         raise Unknown("the weights are packed, and the recorded shapes do not say how")
-    used = min(experts, routed_count)
-    weights = used * (first.bytes + second.bytes) // experts
+    weights = min(experts, routed_count) * (first.bytes + second.bytes) // experts
     moved = 2 * tokens.bytes + weights + 2 * routing.bytes
     return Work(2 * routed_count * (k * n1 + n2 * second.shape[1]), moved, first.dtype, matrix=True)
 
