@@ -351,7 +351,10 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
     nodes = out.graph.nodes.select(
         pl.col("step").cast(pl.Int64).fill_null(-1), pl.col("kind").to_physical()
     )[rows]
-    keys = nodes["kind"].to_numpy() * (out.graph.names.len() + 1) + out.graph.name_numbers[rows]
+    keys = (
+        nodes["kind"].to_numpy().astype(np.int64) * (out.graph.names.len() + 1)
+        + out.graph.name_numbers[rows]
+    )
     names, name = np.unique(keys, return_inverse=True)
     pairs, alike = np.unique(nodes["step"].to_numpy() * names.size + name, return_inverse=True)
     rank_index = np.searchsorted(ranks, out.graph.node_ranks[rows])

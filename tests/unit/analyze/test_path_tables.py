@@ -221,7 +221,7 @@ def test_a_trace_that_does_not_say_its_rank_is_a_rank_of_its_own(ranks: list[int
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
-def test_clocks_that_lie_decades_apart_are_refused_in_words(ranks: int) -> None:
+def test_clocks_that_lie_decades_apart_are_aligned_by_what_the_ranks_share(ranks: int) -> None:
     """All but the last rank count from 0: its part of the collective is decades after theirs."""
     traces = []
     for rank in range(ranks):
@@ -230,9 +230,9 @@ def test_clocks_that_lie_decades_apart_are_refused_in_words(ranks: int) -> None:
         )
         builder.op("aten::mm", 0, 20).launch("cudaLaunchKernel", 2, 2, correlation=1)
         traces.append(builder.kernel("ncclDevKernel_AllReduce_Sum", 10, 20, correlation=1).build())
-    with pytest.raises(UsageError) as error:
-        critical_path(Session(tuple(traces), "made"))
-    assert error.value.slug == "times-too-long"
+    path = critical_path(Session(tuple(traces), "made"))
+    path.check()
+    assert path.window_ns == 30_000
 
 
 @pytest.mark.parametrize("name", ["host", "device", "ranks", "mesh"])

@@ -71,7 +71,9 @@ def test_garbage_is_summed_over_all_ranks_whose_device_waits_for_it() -> None:
             builder.kernel("gemm", at + 15, 500, correlation=correlation)
         builders.append(builder.python("<built-in function collect>", 600, 5_000))
     context = Context.of(session(*builders))
-    (candidate,) = next(rule for rule in RULES if rule.slug == "garbage-collection").look(context)
+    (candidate,) = next(rule for rule in RULES if rule.slug == "garbage-collection").evaluate(
+        context
+    )
     assert isinstance(candidate, Candidate)
     assert context.list_ranks(candidate.changes[0].selection.nodes(context.graph)) == [0, 1]
     assert candidate.title.endswith("summed over 2 ranks")

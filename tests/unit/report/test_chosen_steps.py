@@ -165,7 +165,7 @@ def test_ranks_can_be_chosen_one_by_one_and_are_what_they_are_in_the_whole() -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "slug", "description"),
+    ("options", "slug", "said"),
     [
         (ReportOptions(steps=(7, 7)), "no-such-step", "step 7 is not in this run; it has 0 to 4"),
         (

@@ -70,9 +70,9 @@ from traceloom.trace.columns import COLUMNS, find_column
 
 def test_a_reason_is_said_once_and_the_first_one_counts() -> None:
     absent = UnknownValues(0)
-    absent.say("a.b", "because")
-    absent.say("a.b", "for another reason")
-    absent.say("kernels")
+    absent.explain("a.b", "because")
+    absent.explain("a.b", "for another reason")
+    absent.explain("kernels")
     assert absent.to_list() == [
         {"path": "a.b", "reason": "because"},
         {"path": "kernels", "reason": UNKNOWN_REASONS["kernels"]},
@@ -99,7 +99,7 @@ def test_an_empty_list_is_explained_and_a_value_that_is_there_is_not() -> None:
 
 def test_what_nobody_declared_is_said_not_to_be_known() -> None:
     absent = UnknownValues(0)
-    absent.say("nothing.of_the_sort")
+    absent.explain("nothing.of_the_sort")
     assert absent.to_list()[0]["reason"] == "the trace does not say"
 
 

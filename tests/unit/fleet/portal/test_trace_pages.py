@@ -52,6 +52,7 @@ def capture(number: int, state: str, **changes: object) -> CaptureResponse:
         "state": state,
         "tasks": [],
         "files": {"rank0.json": 1_000_000, "rank1.json": 500_000},
+        "digests": {},
     }
     return CaptureResponse(**{**fields, **changes})  # type: ignore[arg-type]
 

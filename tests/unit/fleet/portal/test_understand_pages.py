@@ -36,6 +36,7 @@ def capture_of(identity: str, state: str, *states: str, **changes: Any) -> Captu
         "bytes": 1_500_000,
         "state": state,
         "files": {"rank1.json": 500_000, "rank0 <b>.json": 1_000_000},
+        "digests": {},
         "tasks": [
             TaskResponse(version=str(at), state=of, attempts=1, error=EVIL)
             for at, of in enumerate(states)
