@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -147,3 +147,12 @@ def shared_data() -> Path:
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
     """Bytes never name a test: compressed ones hold the time, so two workers would collect different tests."""
     return argname if isinstance(val, bytes) and not val.isascii() else None
+
+
+@pytest.fixture(autouse=True)
+def keep_umask() -> Iterator[None]:
+    """A service that a test runs in this process sets it for all that come after."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)

@@ -359,6 +359,7 @@ NOT_CALLED: dict[str, str] = {
         "a quiet machine for a minute",
     ),
     "serve --proxy-role": "a proxy, which the service in `fleet` has",
+    "serve --advertise": "a second service, which the tests of forwarding have",
 }
 """Verbs and options without a call, and what a call would need that not every machine has."""
 

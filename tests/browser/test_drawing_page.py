@@ -47,7 +47,7 @@ def test_a_box_shows_its_neighbours(page: Any) -> None:
     page.click('.box[data-name="d op"]')
     assert page.locator(".box.selected").count() == 1
     assert page.locator(".box.near").count() == 2  # what it waits for, and what waits for it
-    assert "waits for" in page.inner_text("#said")
+    assert "waits for" in page.inner_text("#description")
     page.keyboard.press("Escape")
     assert page.locator(".box.near").count() == 0
 

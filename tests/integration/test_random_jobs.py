@@ -72,6 +72,7 @@ def test_a_late_rank_is_told_by_what_it_costs_each_step(number: int, tmp_path: P
     ]
     step = Context.of(session).step_ns
     if late.cost_ns < COUNTS * step:  # the others run ahead meanwhile: it holds nobody up
+        told = [finding for finding in told if "summed over" not in finding.title]  # what all do
         assert not told or (told[0].saving_ns or 0) < 2 * COUNTS * step
         return
     assert told[0].saving_ns == pytest.approx(late.cost_ns, rel=0.10, abs=0.01 * step)

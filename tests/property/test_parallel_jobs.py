@@ -64,7 +64,7 @@ def test_the_graph_of_any_schedule_gives_it_back(recipe: ParallelRecipe) -> None
     graph = calibrate(join_ranks([link_rank(builder.build()) for builder in run.traces()]))
     graph.check()
     assert np.array_equal(Plan(graph).evaluate(), graph.point_times())
-    assert abs(graph.end_ns - run.window_ns) <= 10  # clocks are fitted, to a few ns
+    assert abs(graph.end_ns - run.window_ns) <= 20  # clocks are fitted, to a few ns
     assert graph.communication.filter(pl.col("instance").is_null()).height == 0
     assert (
         graph.communication["instance"].n_unique() == run.truth.collectives["instance"].n_unique()

@@ -4,6 +4,8 @@ A full or read-only disk never stops the agent: lines that could not be written 
 reported by the doctor.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import time

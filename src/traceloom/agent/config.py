@@ -1,5 +1,7 @@
 """The settings of agent.toml with their defaults, and the locations of the agent's files."""
 
+from __future__ import annotations
+
 import os
 import socket
 import sys

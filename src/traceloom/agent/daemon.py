@@ -9,6 +9,8 @@ One asyncio loop answers from memory. Whatever waits for a device or a disk runs
 computations run in a process (`worker.py`). Nothing in the loop imports NumPy, Polars or torch.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

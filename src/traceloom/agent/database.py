@@ -2,6 +2,8 @@
 requests.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import sqlite3

@@ -3,6 +3,8 @@
 The checks change nothing.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -10,6 +10,8 @@ of up to eight: the width of the interval depends on what is known of the elemen
 operations are no FLOP and are reported separately.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Mapping

@@ -6,6 +6,8 @@ standard library and runs as `python -I -S guard.py` in its own session, so that
 agent's group do not end it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

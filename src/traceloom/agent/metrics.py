@@ -6,6 +6,8 @@ are the fields of dcgm-exporter that dashboards use. docs/reference/agent-metric
 from this.
 """
 
+from __future__ import annotations
+
 from typing import Literal, NamedTuple
 
 import msgspec

@@ -4,6 +4,8 @@ A step is marked by `profiler.step()` if the program calls it, else by the step 
 optimizer seen.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import os

@@ -5,6 +5,8 @@ its idle time equally, as each of them keeps it from others. In whole millisecon
 the time of the device.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,6 +5,8 @@ data. The process ends with its task; if it crashes, hangs or uses too much memo
 affected.
 """
 
+from __future__ import annotations
+
 import asyncio
 import importlib
 import json

@@ -1,5 +1,7 @@
 """Request and response structs of the HTTP API, from which the OpenAPI document is generated."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 import msgspec

@@ -4,6 +4,8 @@ Refusals are counted, and the last one of each rule is kept with its reason. Cou
 in the state.
 """
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging

@@ -9,6 +9,8 @@ everything but command lines and changes nothing; `all` sees and does everything
 caller sees only the host, and that only over loopback.
 """
 
+from __future__ import annotations
+
 import grp
 import hashlib
 import hmac

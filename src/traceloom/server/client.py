@@ -1,5 +1,7 @@
 """A client of this host's agent, over its unix socket."""
 
+from __future__ import annotations
+
 import http.client
 import json
 import os

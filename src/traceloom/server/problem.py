@@ -2,6 +2,8 @@
 responses of exceptions.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

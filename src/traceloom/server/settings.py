@@ -1,5 +1,7 @@
 """Settings of listeners: addresses, certificates, tokens, and limits of clients."""
 
+from __future__ import annotations
+
 import re
 from typing import Annotated
 

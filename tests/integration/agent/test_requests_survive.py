@@ -28,7 +28,7 @@ from traceloom.errors import TraceloomError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 MOST_REQUESTS = 8
-SETTINGS = f"[traces]\nmost_requests_per_user = {MOST_REQUESTS}\nwait = 90\n"
+SETTINGS = f"[traces]\nmax_requests_per_user = {MOST_REQUESTS}\nwait = 90\n"
 
 STATES = ("queued", "delivered", "accepted", "written", "verified", "kept")
 

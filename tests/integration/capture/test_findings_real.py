@@ -43,7 +43,8 @@ def test_a_fault_of_a_run_without_a_gpu_is_found_first(
         2
     ):  # what else runs here may interrupt operators: once, they may look like the fault
         ranked = found(recorder, [sys.executable, JOB, fault], "--force")
-        first = ranked.time[0]
+        # That other programs took the processors away is said before any fault, and is true here.
+        first = next(finding for finding in ranked.time if finding.slug != "overloaded-host")
         if first.slug == slug:
             break
     assert first.slug == slug, [(finding.slug, finding.saving_ns) for finding in ranked.time]
@@ -97,7 +98,8 @@ def judged(
     assert run.code == 0, run.err
     truth, step = truth_ns(run)
     ranked = without_recording(run)
-    first = ranked.time[0] if ranked.time else None
+    told = [finding for finding in ranked.time if finding.slug != "overloaded-host"]
+    first = told[0] if told else None
     said = f"{truth / 1e6:.2f} of {step / 1e6:.2f} ms; {[(one.slug, one.saving_ns, one.title) for one in ranked.time]}"
     if first is None or first.slug not in slugs or truth <= 0:
         return first, False, said

@@ -121,7 +121,7 @@ def test_what_programs_say_of_themselves_takes_no_host_out_of_the_fleet(tmp_path
             "clock": {"offset_ns": 10**30, "error_ns": 0, "round_trips": 1},
             "devices": [{"uuid": "GPU-0"}, {"uuid": "GPU-1", "values": {"power": None}}],
             "processes": [*bad, good],
-            "last_error": {"cpu": "t" * 300},
+            "collector_errors": {"cpu": "t" * 300},
         }
         code, answer = service.ask(
             "POST", f"/api/v1/agents/{host.name}/heartbeat", credential, heartbeat

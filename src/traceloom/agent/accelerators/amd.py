@@ -5,6 +5,8 @@ The driver exposes no pipe counters in its files: FLOP/s need AMD's exporter wit
 trace.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import struct

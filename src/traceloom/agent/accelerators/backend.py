@@ -5,6 +5,8 @@ A back end is an entry point of the group `traceloom.accelerators`: a callable t
 closed in a thread of its own (`BackendWorker`).
 """
 
+from __future__ import annotations
+
 import math
 import queue
 import threading

@@ -1,5 +1,7 @@
 """The collector of all accelerators: samples every back end in parallel, each for at most 2 s."""
 
+from __future__ import annotations
+
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,6 +5,8 @@ device plugin.
 these come from here and everything else from NVML.
 """
 
+from __future__ import annotations
+
 import http.client
 import math
 import threading

@@ -1,5 +1,7 @@
 """Simulated devices, recording of samples, and replay of recorded ones."""
 
+from __future__ import annotations
+
 import math
 import time
 import uuid

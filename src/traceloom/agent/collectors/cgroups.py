@@ -5,6 +5,8 @@ Version 1, version 2, or both at once as in systemd's hybrid mode: version 1 for
 that has it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import re
 import time

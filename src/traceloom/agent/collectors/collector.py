@@ -1,5 +1,7 @@
 """The interface of collectors, and reading of kernel files."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,5 +1,7 @@
 """CPU, memory, disks, network, RDMA and pressure of the host."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterator

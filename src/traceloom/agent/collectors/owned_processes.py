@@ -1,5 +1,7 @@
 """Processes with their owners, their shares of devices, and the jobs that they form."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, Mapping
 
 from traceloom.agent.accelerators.collector import AcceleratorCollector

@@ -5,6 +5,8 @@ A thread cannot be stopped. One that hangs is left until it returns; meanwhile i
 run again, its readings are removed from the snapshot, and the others go on.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import threading

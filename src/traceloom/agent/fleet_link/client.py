@@ -2,6 +2,8 @@
 redirects.
 """
 
+from __future__ import annotations
+
 import contextlib
 import http.client
 import socket

@@ -10,6 +10,8 @@ Requests run in threads; everything else in the agent's loop. Whatever fails is 
 backoff; the agent itself never waits for the service.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

@@ -5,6 +5,8 @@ the whole progress, minutes of usage are sent until they are acknowledged. So no
 duplicated if either side restarts.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar

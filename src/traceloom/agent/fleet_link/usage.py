@@ -4,6 +4,8 @@ Minutes are of the service's clock. A tick that spans two of them is split; rows
 minute never add up to more than 60,000 ms, and to less only if the agent did not run.
 """
 
+from __future__ import annotations
+
 import logging
 import sqlite3
 from collections import defaultdict

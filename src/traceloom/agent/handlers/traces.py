@@ -1,5 +1,7 @@
 """Responses about hangs and triggers, limited to what the caller may see."""
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from typing import Any
 

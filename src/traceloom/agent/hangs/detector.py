@@ -6,6 +6,8 @@ of whose processes are stopped was stopped by somebody. Whether a job works that
 can only be told from its stacks: the caller reports it by `works`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple

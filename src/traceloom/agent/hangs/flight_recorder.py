@@ -15,6 +15,8 @@ All of these belong to the user: a socket is used only if the process itself is 
 only if the process has it open, a file only if it belongs to the user, is small and is not a link.
 """
 
+from __future__ import annotations
+
 import contextlib
 import http.client
 import io

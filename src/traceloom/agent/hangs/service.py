@@ -2,6 +2,8 @@
 agent.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

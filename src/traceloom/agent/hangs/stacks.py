@@ -1,5 +1,7 @@
 """Stacks of all ranks, with equal ones grouped."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from collections import Counter, defaultdict

@@ -6,6 +6,8 @@ A line without exactly one `=` makes libkineto schedule half a configuration, wh
 process at its end. So every value with characters outside a small set is refused.
 """
 
+from __future__ import annotations
+
 import re
 import struct
 

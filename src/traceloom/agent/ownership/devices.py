@@ -4,6 +4,8 @@ assigned to a process.
 An ambiguous name maps to no device: unknown is absent.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

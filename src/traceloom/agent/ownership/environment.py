@@ -11,6 +11,8 @@ Cgroup paths: Slurm's cgroup/v1 and v2 plugins; the kubelet with cgroupfs and sy
 containerd, CRI-O, Docker and Podman.
 """
 
+from __future__ import annotations
+
 import re
 import secrets
 from collections.abc import Iterable, Mapping

@@ -8,6 +8,8 @@ The kubelet reports names and devices, the control group has the pod's uid and t
 and no source has both: they are joined by devices.
 """
 
+from __future__ import annotations
+
 import time
 from collections import Counter
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Types of owners and processes, shares of devices, and masking of secrets in command lines."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

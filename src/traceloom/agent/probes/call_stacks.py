@@ -11,6 +11,8 @@ Frames of Python are a linked list in the process's memory, which the program fo
 thread's newest one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import struct
 from typing import NamedTuple, TypeVar

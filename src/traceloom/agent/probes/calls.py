@@ -1,5 +1,7 @@
 """Probes that record calls of functions, and the check whether probes work on this host."""
 
+from __future__ import annotations
+
 import errno
 import os
 import struct

@@ -10,6 +10,8 @@ Instructions have eight bytes each and use eleven registers. The kernel verifies
 before it runs it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import enum

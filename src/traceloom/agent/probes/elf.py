@@ -4,6 +4,8 @@ All files are untrusted, so reading is bounded. They are read, not mapped: a fil
 meanwhile must not end the agent.
 """
 
+from __future__ import annotations
+
 import errno
 import os
 import re

@@ -6,6 +6,8 @@ offsets of its fields. All data is untrusted: reading is bounded, and inconsiste
 treated as a frame.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os

@@ -1,5 +1,7 @@
 """Records allocations and launches of one process by probes, into a file; runs in a worker."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import itertools

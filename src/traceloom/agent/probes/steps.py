@@ -6,6 +6,8 @@ of a process, and the duration of a loader's call, are counted here. The process
 not changed.
 """
 
+from __future__ import annotations
+
 import os
 import struct
 from typing import NamedTuple

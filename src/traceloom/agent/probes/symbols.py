@@ -3,6 +3,8 @@
 Runs in a worker, as it reads whole symbol tables.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os

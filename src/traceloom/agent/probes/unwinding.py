@@ -5,6 +5,8 @@ Libraries are built without frame pointers, so stacks are unwound by `.eh_frame`
 unsupported data ends a stack.
 """
 
+from __future__ import annotations
+
 import enum
 import struct
 from typing import NamedTuple

@@ -8,6 +8,8 @@ Each state has its evidence: our text is scheduled in the process (delivered), i
 records (accepted), the file has its final name (written), and has the requested content (verified).
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import os

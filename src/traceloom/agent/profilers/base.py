@@ -1,5 +1,7 @@
 """The `Profiler` protocol, the recorded window, the registry, and the profilers by eBPF probes."""
 
+from __future__ import annotations
+
 import asyncio
 import importlib
 import time

@@ -1,5 +1,7 @@
 """Python stacks by py-spy: at one moment, or sampled over a window."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import math

@@ -9,6 +9,8 @@ Verification runs in a worker process (`worker.py`). The user, who may be hostil
 file of that user with one name, and is copied before it is read.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import mmap

@@ -4,6 +4,8 @@ database.py stores them, runner.py runs them with profilers/, and files.py verif
 the results in a worker.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from typing import Annotated, Literal
 

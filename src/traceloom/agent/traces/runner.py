@@ -3,6 +3,8 @@
 Everything here runs in the agent's loop; disk access in a thread, long work in a process.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

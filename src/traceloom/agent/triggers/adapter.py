@@ -1,5 +1,7 @@
 """Evaluates the rules, requests traces within cooldown and budget, and counts refusals."""
 
+from __future__ import annotations
+
 import asyncio
 import copy
 import logging

@@ -1,5 +1,7 @@
 """Targets of rules, budgets per window, and the charges of requests, kept over a restart."""
 
+from __future__ import annotations
+
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial

@@ -9,6 +9,8 @@ that chance gives it once in a million checks: without a change, each would be a
 below. Steps during a trace are ignored, as tracing slows them down.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections import deque

@@ -6,6 +6,8 @@ so no absolute expectation is needed. The distance is a robust z: the score divi
 the median absolute deviation.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 

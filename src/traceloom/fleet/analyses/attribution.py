@@ -3,6 +3,8 @@
 Rules are applied on read, never to stored rows: a corrected rule also corrects the past.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

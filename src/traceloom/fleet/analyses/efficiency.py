@@ -4,6 +4,8 @@ No single metric suffices: a device can be busy without computing, draw power wh
 reach its peak FLOP/s on work that is discarded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,5 +1,7 @@
 """GPU time by dimension, top kernels, shape coverage, and the history of a kernel."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -6,6 +6,8 @@ changed as a whole although no piece of work takes longer, the mix of its shapes
 Exact definitions: docs/concepts/fleet.md.
 """
 
+from __future__ import annotations
+
 import math
 from bisect import bisect_right
 from collections import Counter

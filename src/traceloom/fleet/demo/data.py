@@ -5,6 +5,8 @@ minutes, so rows of a capture have the generated durations, and everything else 
 findings) comes from the analysed first capture of its team with the same program.
 """
 
+from __future__ import annotations
+
 import gzip
 import hashlib
 import json

@@ -1,5 +1,7 @@
 """HTTP handlers for owner rules, prices, triggers and webhooks."""
 
+from __future__ import annotations
+
 import asyncio
 import secrets
 import time

@@ -2,6 +2,8 @@
 queries.
 """
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections import Counter, defaultdict

@@ -1,5 +1,7 @@
 """Questions on pages: parameters from the URL, their answers, and the filter form."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

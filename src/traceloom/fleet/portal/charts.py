@@ -4,6 +4,8 @@ Horizontal positions are percentages, so that text keeps its size. A chart shows
 table below it does not show.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,5 +1,7 @@
 """Live pages: each is rendered once a second for all of its readers together."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging

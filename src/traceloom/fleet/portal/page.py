@@ -5,6 +5,8 @@ and control characters (such as bidirectional marks) are spelled out in the whol
 end.
 """
 
+from __future__ import annotations
+
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -1,5 +1,7 @@
 """Pages that are generated from the declarations of questions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

@@ -4,6 +4,8 @@ A table named `hosts` takes `hosts.sort=-devices`, `hosts.q=node7` and `hosts.le
 `?table=hosts&as=csv` (or `json`) returns all filtered rows with exact values.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,7 @@
 """Answers questions in a bounded thread pool, with a cache of recent answers."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import threading

@@ -1,5 +1,7 @@
 """The catalogue of all questions: parameters, answer tables and how each is computed."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import polars as pl

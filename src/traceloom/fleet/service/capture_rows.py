@@ -1,5 +1,7 @@
 """Builds the rows that the fleet stores for a capture, from the same analyses as its report."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
 

@@ -4,6 +4,8 @@ The table libraries need as much memory as the rest of the service, and never fr
 needed. So the service writes in a separate process, which ends after it was idle for a while.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal

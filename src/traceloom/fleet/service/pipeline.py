@@ -7,6 +7,8 @@ duplicates nothing: its tasks are taken over when their leases expire, and its b
 the next leader.
 """
 
+from __future__ import annotations
+
 import hashlib
 import logging
 import secrets

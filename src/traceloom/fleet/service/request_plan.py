@@ -8,6 +8,8 @@ resumes where it was. Hosts that miss a deadline are dropped with a reason; the 
 for them any longer.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal

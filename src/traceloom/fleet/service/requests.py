@@ -9,6 +9,8 @@ Files are stored unchanged. `capture.json` has the clock offset of each host, wh
 capture add; `link` refines it by collectives.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hashlib
@@ -952,7 +954,8 @@ class RequestCompletion:
             paths, announced = sorted(merged_directory.iterdir()), []
             for path in paths:
                 with path.open("rb") as file:
-                    announced.append(CaptureFile(path.name, file.tell(), compute_sha256(file)))
+                    digest = compute_sha256(file)  # reads to the end of the file
+                    announced.append(CaptureFile(path.name, file.tell(), digest))
             files = tuple(announced)
             record = CaptureRecord(
                 id=f"c{hashlib.sha256(request.id.encode()).hexdigest()[:20]}",

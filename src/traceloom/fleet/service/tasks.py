@@ -4,6 +4,8 @@ A task is a function of files in a scratch directory. It runs in a process of it
 are untrusted.
 """
 
+from __future__ import annotations
+
 import hashlib
 import http.client
 import os

@@ -7,6 +7,8 @@ each delivery, and the connection uses the address that was checked: nobody can 
 connect to a network that its operator did not allow (SSRF).
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import hashlib

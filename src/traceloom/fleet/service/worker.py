@@ -2,6 +2,8 @@
 started it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os

@@ -2,6 +2,8 @@
 expire.
 """
 
+from __future__ import annotations
+
 import secrets
 import time
 

@@ -4,6 +4,8 @@ All tables are partitioned by `day`. Times are int64 nanoseconds, instants Unix 
 are null. docs/reference/fleet-tables.md is generated from this module.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timezone

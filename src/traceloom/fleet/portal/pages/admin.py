@@ -1,5 +1,7 @@
 """Administration pages: audit log, tokens, webhooks, triggers, owner rules and prices."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """The page of device time by owner: dimensions in any order, drill-down, and a chart over time."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

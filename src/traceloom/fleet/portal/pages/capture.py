@@ -1,5 +1,7 @@
 """The page of a capture: its report, findings and files, and what agents measured meanwhile."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from urllib.parse import quote
 

@@ -1,5 +1,7 @@
 """The page of captures, newest first."""
 
+from __future__ import annotations
+
 from htpy import Node, a, fragment, p
 
 from traceloom.fleet.api import CaptureResponse, CapturesResponse

@@ -1,5 +1,7 @@
 """The pages of a job, with its form to request a trace, of all requests and of one request."""
 
+from __future__ import annotations
+
 import shlex
 from dataclasses import dataclass
 from typing import get_args

@@ -1,5 +1,7 @@
 """The pages of regressions, of one regression, of a kernel, and of two captures compared."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

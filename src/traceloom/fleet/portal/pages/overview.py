@@ -1,5 +1,7 @@
 """The pages of the fleet, hosts, a host, and jobs at this moment."""
 
+from __future__ import annotations
+
 import time
 from collections import defaultdict
 from dataclasses import dataclass
