@@ -118,15 +118,10 @@ def compare_programs(
             MINOR if alike else DECISIVE,
         )
     ]
-    texts = list(name_codes.shapes)
-    shapes = Counter(
-        (texts[left], texts[right])
-        for left, right in (
-            (union.shape[0][place], union.shape[1][place])
-            for place in np.flatnonzero(both).tolist()
-        )
-        if left and right  # where both recorded them
-    )
+    codes = [(union.shape[0][place], union.shape[1][place]) for place in np.flatnonzero(both)]
+    texts = [text or "" for text in name_codes.shapes]
+    # where both recorded them
+    shapes = Counter((texts[left], texts[right]) for left, right in codes if left and right)
     if not shapes:
         return pl.DataFrame(rows, schema=CONDITIONS, orient="row"), None
     equal = sum(places for (left, right), places in shapes.items() if left == right)
@@ -141,7 +136,7 @@ def compare_programs(
 _MIN_COMMON_SHARE = 0.25  # of the places of the smaller program; below, it is another program
 
 
-def _find_batch_ratio(shapes: Counter[tuple[str | None, str | None]]) -> float | None:
+def _find_batch_ratio(shapes: Counter[tuple[str, str]]) -> float | None:
     """Returns how many times as large the new run's batches are, or None where that is unknown.
 
     Nearly all places that differ then do so in one dimension, by the same factor, and most of them
@@ -150,7 +145,7 @@ def _find_batch_ratio(shapes: Counter[tuple[str | None, str | None]]) -> float |
     ratios: Counter[float] = Counter()
     first_dimension = places_that_differ = 0
     for (left, right), places in shapes.items():
-        if left == right or left is None or right is None:
+        if left == right:
             continue
         places_that_differ += places
         changed = [

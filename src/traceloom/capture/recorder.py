@@ -386,15 +386,15 @@ class Recorder:
         Operators of thousands of inputs cost more than their number tells: so does it count, too,
         what the process has grown by while it should not (`grows`).
         """
-        events, budget_mb = window.session.count_events(), f"{self._budget / 1e6:.0f} MB"
+        events = window.session.count_events()
         ending = events * (1 + ahead) * window.session.bytes_per_event
         unexplained = read_own_bytes() - window.memory_bytes - events * RECORDED_BYTES_PER_EVENT
         if ending > self._budget:
-            cause = f", for which {budget_mb} are set aside"
+            cause = f", for which {self._budget / 1e6:.0f} MB are set aside"
         elif grows and unexplained > self._budget / _GROWTH_PART:
             cause = (
                 f": meanwhile the process grew by {unexplained / 1e6:.0f} MB beyond them, too much "
-                f"for a budget of {budget_mb}"
+                f"for a budget of {self._budget / 1e6:.0f} MB"
             )
         else:
             return False

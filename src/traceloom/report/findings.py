@@ -125,10 +125,9 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         return _skip_findings(found, absent)
     context, ranked = found
     rows: list[Any] = [finding.to_dict() | {"list": "time"} for finding in ranked.time]
-    memory = [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
+    rows += [finding.to_dict() | {"list": "memory"} for finding in ranked.memory]
     # What ends the run comes before what makes it slow.
-    urgent = [row for row in memory if row["severity"] == "high"]
-    rows = [*urgent, *rows, *(row for row in memory if row not in urgent)]
+    rows.sort(key=lambda row: (row["list"], row["severity"]) != ("memory", "high"))
     for row in rows:
         for key in (
             "saving_ns",
