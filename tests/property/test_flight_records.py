@@ -8,12 +8,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import assume, given, strategies as st
 
-from traceloom.agent.hangs.flight_recorder import (
-    FlightVerdict,
-    decode_plain_values,
-    find_late_ranks,
-    parse_flight_record,
-)
+from traceloom.analyze.stuck_jobs import FlightVerdict, find_late_ranks
+from traceloom.formats.flight_recorder import read_flight_record
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
 
@@ -123,10 +119,7 @@ def record(
 
 def verdict(records: dict[int, dict[str, Any]], order: list[int]) -> FlightVerdict:
     return find_late_ranks(
-        [
-            parse_flight_record(decode_plain_values(json.dumps(records[rank]).encode()), rank)
-            for rank in order
-        ]
+        [read_flight_record(json.dumps(records[rank]).encode(), rank) for rank in order]
     )
 
 

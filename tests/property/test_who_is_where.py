@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from hypothesis import given, strategies as st
 
-from traceloom.agent.hangs.stacks import GroupedStacks, format_ranges, group_stacks
+from traceloom.agent.hangs.stacks import GroupedStacks, group_stacks
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.system.units import format_ranges
 
 C10D = "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py"
 TRAIN = Frame("train", "/job/train.py", 20)

@@ -27,7 +27,6 @@ from traceloom.agent.api import (
     TriggersResponse,
     ValueResponse,
 )
-from traceloom.agent.hangs.stacks import format_ranges
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.report.views.terminal_table import (
     BAR_FILLS,
@@ -457,7 +456,7 @@ def render_stacks(answer: StacksResponse, width: int, *, native: bool) -> Iterat
     for role, groups in groupby(answer.groups, key=attrgetter("role")):
         yield from render_heading(titles[role], "from the outermost call to the innermost", width)
         for group in groups:
-            ranks, pids = format_ranges(group.ranks), format_ranges(group.pids)
+            ranks, pids = units.format_ranges(group.ranks), units.format_ranges(group.pids)
             process_label = (
                 f"{'rank' if len(group.ranks) == 1 else 'ranks'} {ranks}" if ranks else ""
             )

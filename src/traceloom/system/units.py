@@ -4,7 +4,7 @@ A share is never rounded to 0 or 100 %. `units.js` implements the same for the w
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import floor
 from typing import Any
 
@@ -135,3 +135,15 @@ NUMERIC_UNITS = tuple(_FORMATTERS)
 def format_value(value: Any, unit: str) -> str:
     """Returns a number formatted for the unit of its column; `–` for None."""
     return _FORMATTERS[unit](value) if value is not None else UNKNOWN_TEXT
+
+
+def format_ranges(values: Iterable[int]) -> str:
+    """Formats numbers with runs of three and more as ranges: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(parts)

@@ -20,7 +20,8 @@ from traceloom.formats.memory_files import (
     read_out_of_memory,
     read_timeline,
 )
-from traceloom.formats.memory_snapshot import load_bytes, parse_snapshot, read_snapshot
+from traceloom.formats.memory_snapshot import parse_snapshot, read_snapshot
+from traceloom.formats.pickles import load_bytes
 
 STEP = ("/u/train.py", 10, "step")
 SMALL = st.integers(-(2**31), 2**31 - 1)
@@ -124,6 +125,32 @@ def test_halves_of_surrogate_pairs_are_replaced_and_counted() -> None:
 def test_tuples_in_a_list_of_numbers_come_back() -> None:
     for value in ([5, (0, 0), 6, 7], [*range(999), (1, 2), (3,)], [(1, 2, 3)] * 3, [()]):
         assert load_bytes(pickle.dumps(value, 4))[0] == value
+
+
+def test_pairs_of_texts_come_back_however_often_they_are_shared() -> None:
+    shared = ("0", "default_pg")
+    groups = [("1", "data"), ("2", "data"), shared, shared, ("0", "1"), ("".join("12"), "data")]
+    value = [{"group": group, "name": group[0]} for group in groups * 200]
+    for protocol in (2, 3, 4, 5):
+        assert load_bytes(pickle.dumps(value, protocol))[0] == value
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(
+            ((("a", "b"), "c"), "d"), 4
+        ),  # would take 2^n steps to hash, if shared n times
+        b"\x80\x04\x8c\x01a\x94\x8c\x01b\x94\x86\x94h\x02h\x02\x86\x94.",
+        b"\x80\x02X\x01\0\0\0aq\0X\x01\0\0\0bq\x01\x86q\x02h\x00h\x02\x86q\x03.",
+        b"\x80\x02X\x01\0\0\0aq\0h\0h\0\x86q\0h\0h\0\x86q\x01.",  # a number used again
+    ],
+)
+def test_pairs_of_pairs_are_refused(data: bytes) -> None:
+    pickle.loads(data)  # as far as Python goes it is a pickle
+    with pytest.raises(InputError) as caught:
+        load_bytes(data)
+    assert caught.value.slug == "pickle-damaged"
 
 
 def _snapshot() -> SnapshotBuilder:

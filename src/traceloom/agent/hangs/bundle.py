@@ -29,7 +29,6 @@ from traceloom.agent.hangs.detector import Hang
 from traceloom.agent.hangs.flight_recorder import (
     FlightDump,
     FlightFindings,
-    FlightVerdict,
     NoFlightDumpError,
     fetch_flight_record,
 )
@@ -37,7 +36,6 @@ from traceloom.agent.hangs.stacks import (
     GroupedStacks,
     collect_stacks,
     find_rank_pids,
-    format_ranges,
     group_stacks,
 )
 from traceloom.agent.metrics import SeriesKey
@@ -45,6 +43,7 @@ from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import telemetry
 from traceloom.agent.profilers.py_spy import StackDump, write_new_file
+from traceloom.analyze.stuck_jobs import FlightVerdict
 from traceloom.errors import TraceloomError
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
@@ -464,7 +463,7 @@ def _list_diverging_ranks(stacks: GroupedStacks) -> tuple[int, ...]:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranges(ranks)}"
+    return f"rank{'' if len(ranks) == 1 else 's'} {units.format_ranges(ranks)}"
 
 
 def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _HangDiagnosis) -> None:
@@ -542,7 +541,7 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
             subject = (
                 _format_ranks(group.ranks)
                 if group.ranks
-                else f"process {format_ranges(group.pids)}"
+                else f"process {units.format_ranges(group.pids)}"
             )
             first = " ".join(
                 filter(None, (subject, group.thread, "(elsewhere)" if group.elsewhere else ""))

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -17,6 +16,7 @@ from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.profilers.base import ProfilerError
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.system.units import format_ranges
 
 MAX_DUMPED_PROCESSES = 256
 # py-spy waits for the disk first (symbols) and computes later; about the number of ranks of a host.
@@ -329,15 +329,3 @@ def _summarize_groups(
         name = f"process {missing.pid}" if missing.rank is None else f"rank {missing.rank}"
         parts.append(f"{name} is not seen: {missing.reason}")
     return "; ".join(parts)
-
-
-def format_ranges(values: Iterable[int]) -> str:
-    """Formats numbers with runs of three and more as ranges: `0-3, 5`."""
-    runs: list[list[int]] = []
-    for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    parts = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs)
-    return ", ".join(chain.from_iterable(parts))

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from support.waiting import until
-from traceloom.agent.hangs.flight_recorder import MAX_BYTES, NoFlightDumpError, fetch_flight_record
+from traceloom.agent.hangs.flight_recorder import NoFlightDumpError, fetch_flight_record
 from traceloom.agent.ownership.environment import create_flight_variables
 from traceloom.agent.ownership.model import Owner, Process
+from traceloom.formats.flight_recorder import MAX_BYTES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 RECORD = {"version": "2.10", "entries": [], "pg_status": {}, "pg_config": {}}

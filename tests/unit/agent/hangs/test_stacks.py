@@ -15,11 +15,11 @@ from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
 from traceloom.agent.hangs.stacks import (
     GroupedStacks,
     find_waiting_call,
-    format_ranges,
     group_stacks,
 )
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.system.units import format_ranges
 
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 TRAIN = Frame("train", "/home/anna/train.py", 20)
