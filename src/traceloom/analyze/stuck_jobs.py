@@ -118,17 +118,30 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
                 sentence=f"{_format_ranks(late_ranks)} {'has' if len(late_ranks) == 1 else 'have'} not queued {stall.name}, in which "
                 f"{_format_ranks(stall.inside)} {'waits' if len(stall.inside) == 1 else 'wait'}{before}",
             )
+    messages = _find_unmatched_messages(records_by_rank)
+    silent_ranks = sorted({peer for _, peer in messages.values()} - waits.keys())
+    if silent_ranks:
+        first_rank = min(
+            (rank for rank, (_, peer) in messages.items() if peer in silent_ranks),
+            key=lambda rank: (messages[rank][0].created_ns, rank),
+        )
+        message, peer = messages[first_rank]
+        return FlightVerdict(
+            kind="behind",
+            ranks=tuple(silent_ranks),
+            waits=names,
+            group=message.group,
+            operation=message.operation,
+            sequence=message.sequence,
+            sentence=f"rank {peer} has not queued its side of `{message.operation}` number {message.sequence}, in which rank {first_rank} waits",
+        )
     if not stalls:
-        messages = []
-        for rank, entry in sorted(waits.items()):
-            assert entry.partner is not None
-            # The peer's global rank if the group lists its members.
-            groups, other = records_by_rank[rank].groups, entry.partner[2]
-            group_members = groups[entry.group].members if entry.group in groups else ()
-            other = group_members[other] if other < len(group_members) else other
-            messages.append(f"rank {rank} waits in `{entry.operation}` with rank {other}")
-        text = "; ".join(messages) or "no rank waits in a collective that is recorded"
-        return FlightVerdict(kind="nothing", sentence=text, waits=names)
+        text = "; ".join(f"rank {rank} waits in `{name}`" for rank, name in sorted(names.items()))
+        return FlightVerdict(
+            kind="nothing",
+            sentence=text or "no rank waits in a collective that is recorded",
+            waits=names,
+        )
     for stall in stalls:
         if not stall.missing and (verdict := _find_inner_fault(stall, records_by_rank, names)):
             return verdict
@@ -150,6 +163,33 @@ def find_late_ranks(records: Sequence[FlightRecord]) -> FlightVerdict:
         sequence=stall.first.sequence,
         sentence=f"{_format_ranks(stall.members)} {has} queued {stall.name}, and it does not end",
     )
+
+
+def _find_unmatched_messages(
+    records_by_rank: Mapping[int, FlightRecord],
+) -> dict[int, tuple[FlightEntry, int]]:
+    """Returns the oldest message that each rank waits for, with its peer, if the peer has a record
+    and has not queued its side.
+    """
+    queued: dict[tuple[str, int, int], int] = {}  # last message by group, rank in it and peer in it
+    pending: dict[tuple[int, str, int, int], FlightEntry] = {}
+    for rank, record in records_by_rank.items():
+        for entry in record.entries:
+            if entry.is_message and entry.partner:
+                own, _, other = entry.partner
+                queued[entry.group, own, other] = max(
+                    entry.sequence, queued.get((entry.group, own, other), 0)
+                )
+                if not entry.done:
+                    pending.setdefault((rank, entry.group, own, other), entry)
+    unmatched: dict[int, tuple[FlightEntry, int]] = {}
+    for (rank, group, own, other), entry in pending.items():
+        # The peer's global rank if the group lists its members.
+        known = records_by_rank[rank].groups.get(group)
+        peer = known.members[other] if known and other < len(known.members) else other
+        if peer in records_by_rank and queued.get((group, other, own), 0) < entry.sequence:
+            unmatched.setdefault(rank, (entry, peer))
+    return unmatched
 
 
 class _BlockedCollective(NamedTuple):

@@ -191,9 +191,33 @@ def test_a_rank_waits_for_a_message() -> None:
         "profiling_name": "nccl:recv 1<-0",
     }
     result = verdict(dump(DONE), dump([*DONE, entry("0", 0, state="started", **message)]))
-    assert result.kind == "nothing"
-    assert result.sentence == "rank 1 waits in `recv` with rank 0"
+    assert (result.kind, result.ranks) == ("behind", (0,))
+    assert result.sentence == (
+        "rank 0 has not queued its side of `recv` number 1, in which rank 1 waits"
+    )
     assert result.waits == {1: "recv"}
+    other_side = message | {"profiling_name": "nccl:send 0->1"}
+    both = verdict(
+        dump([*DONE, entry("0", 0, state="started", **other_side)]),
+        dump([*DONE, entry("0", 0, state="started", **message)]),
+    )
+    assert (both.kind, both.ranks) == ("nothing", ())
+
+
+def test_a_chain_of_messages_is_followed_to_its_end() -> None:
+    # 1 is missing in the collective of 0, because it waits for a message of 2, which does nothing.
+    message = {"is_p2p": True, "p2p_seq_id": 4, "profiling_name": "nccl:recv 0<-1"}
+    groups = {"1": "[0, 1]", "2": "[1, 2]"}
+    sent = message | {"p2p_seq_id": 3, "profiling_name": "nccl:send 1->0"}
+    found = verdict(
+        dump([*DONE, entry("1", 1, state="started")], groups),
+        dump([*DONE, entry("2", 0, state="started", **message)], groups),
+        dump([*DONE, entry("2", 0, **sent)], groups),
+    )
+    assert (found.kind, found.ranks) == ("behind", (2,))
+    assert found.sentence == (
+        "rank 2 has not queued its side of `recv` number 4, in which rank 1 waits"
+    )
 
 
 def test_nothing_is_open() -> None:
