@@ -116,6 +116,7 @@ def _parse_entry(row: Mapping[object, object]) -> FlightEntry:
         done=done,
         started=state == "started" or bool(_parse_integer(row.get("time_discovered_started_ns"))),
         created_ns=_parse_integer(row.get("time_created_ns")),
+        sizes=str(row.get("input_sizes") or "")[:_MAX_CHARS],
         is_message=is_message,
         partner=(int(match[1]), match[2], int(match[3])) if match else None,
     )

@@ -15,6 +15,7 @@ class FlightEntry(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     started: bool  # on the device
     created_ns: int
+    sizes: str = ""  # of its inputs
     is_message: bool = False
     # (rank in the group, `<-` or `->`, rank in the group).
     partner: tuple[int, str, int] | None = None
@@ -45,6 +46,10 @@ class FlightRecord(msgspec.Struct, frozen=True, kw_only=True):
             if entry.group == group and not (entry.done or entry.is_message)
         )
         return min(pending, key=lambda entry: entry.sequence, default=None)
+
+    def find_oldest_unfinished(self) -> FlightEntry | None:
+        """Returns the oldest unfinished entry of all groups."""
+        return next((entry for entry in self.entries if not entry.done), None)
 
     def at(self, group: str, sequence: int) -> FlightEntry | None:
         """Returns the collective with a sequence number; None if it is not recorded."""

@@ -121,7 +121,7 @@ def test_ranks_that_do_not_do_the_same() -> None:
     result = verdict(usual, dump([*DONE, entry("0", 4, "broadcast", "started")]), usual)
     assert (result.kind, result.ranks) == ("mismatch", (1,))
     assert result.sentence == (
-        "under number 4 of default_pg ranks do not do the same: ranks 0, 2 in `all_reduce`, rank 1 in `broadcast`"
+        "under number 4 of default_pg ranks do not do the same: ranks 0, 2 in `all_reduce` of [[4]], rank 1 in `broadcast` of [[4]]"
     )
 
 
@@ -201,7 +201,7 @@ def test_a_rank_waits_for_a_message() -> None:
         dump([*DONE, entry("0", 0, state="started", **other_side)]),
         dump([*DONE, entry("0", 0, state="started", **message)]),
     )
-    assert (both.kind, both.ranks) == ("nothing", ())
+    assert (both.kind, both.ranks) == ("all-in", ())
 
 
 def test_a_chain_of_messages_is_followed_to_its_end() -> None:
