@@ -53,7 +53,10 @@ def merge(spans: list[tuple[int, int]]) -> int:
 
 
 def find_steps(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Returns start and end of each profiler step: to the start of the next one, the last by itself."""
+    """Returns start and end of each profiler step: to the start of the next one, the last by itself.
+
+    The rest of the profile after the last call of `step` is none: it has hardly an operator.
+    """
     lanes: dict[Any, dict[int, tuple[int, int]]] = defaultdict(dict)
     for event in events:
         match = STEP.match(event.get("name", ""))
@@ -62,9 +65,20 @@ def find_steps(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
             lanes[event["pid"], event["tid"]][start] = (start, start + ns(event["dur"]))
     if not lanes:
         return []
-    spans = sorted(max(lanes.values(), key=len).values())
+    thread = max(lanes, key=lambda lane: len(lanes[lane]))
+    spans = sorted(lanes[thread].values())
     starts = [start for start, _ in spans]
-    return list(zip(starts, [*starts[1:], spans[-1][1]], strict=True))
+    steps = list(zip(starts, [*starts[1:], spans[-1][1]], strict=True))
+    begun = [
+        ns(event["ts"])
+        for event in events
+        if event.get("cat", "").lower() in {"cpu_op", "operator"}
+        and (event["pid"], event["tid"]) == thread
+        and not STEP.match(event["name"])
+    ]
+    counts = [sum(start <= time < end for time in begun) for start, end in steps]
+    is_rest = len(steps) > 1 and all(10 * counts[-1] < count for count in counts[:-1])
+    return steps[:-1] if is_rest else steps
 
 
 def count(path: Path) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from traceloom.trace.trace import REQUEST, SCHEMAS, build_empty_frame
 NO_STEP = -(2**31)
 _MIN_OCCURRENCES = 3  # occurrences that make an annotation regular
 _MIN_COVER = 0.5  # of the host's window, from the first to the last of them
+_MIN_OPS_RATIO = (
+    10  # a step with so many times fewer operators than any before is the rest of a run
+)
 _MAX_VARIATION = 0.5  # standard deviation of the intervals over their mean
 _PROFILER = r"^ProfilerStep#\s*(\d+)$"
 _NUMBERED_PREFIXES = ("ProfilerStep#", "traceloom.step#")
@@ -73,7 +76,7 @@ def find_steps(
         )
         if spans.height >= fewest:
             return _build_numbered_steps(
-                spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence
+                spans.with_columns(number=pl.col("name").replace_strict(numbers)), evidence, events
             )
     annotations = events.filter((pl.col("category") == "annotation") & on_host)
     regular = _find_regular_steps(
@@ -95,7 +98,9 @@ def find_steps(
     ]
 
 
-def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFrame, list[Notice]]:
+def _build_numbered_steps(
+    spans: pl.DataFrame, evidence: str, events: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Notice]]:
     lane = spans["lane"].value_counts(sort=True)["lane"][0]
     spans = (
         spans.filter(pl.col("lane") == lane)
@@ -121,7 +126,11 @@ def _build_numbered_steps(spans: pl.DataFrame, evidence: str) -> tuple[pl.DataFr
         spans = spans.with_columns(end_ns=spans["start_ns"].shift(-1)).head(-1)
     else:
         spans = spans.with_columns(end_ns=pl.col("start_ns").shift(-1).fill_null(pl.col("end_ns")))
-    return _build_frame(spans, evidence), notices
+    # The profiler opens one more step after the last call of `step`, in which little is done.
+    counts = _count_ops(events, lane, np.append(spans["start_ns"], spans["end_ns"][-1:]))
+    is_rest = evidence != "mark" and (counts[-1] * _MIN_OPS_RATIO < counts[:-1]).all()
+    is_last = pl.int_range(pl.len()) == max(spans.height - 1, 1)
+    return _build_frame(spans, evidence).with_columns(complete=~(is_last & is_rest)), notices
 
 
 def _build_frame(spans: pl.DataFrame, evidence: str) -> pl.DataFrame:
@@ -227,10 +236,7 @@ def _find_optimizer_steps(
     if end.size < _MIN_OCCURRENCES:
         return None
     start = np.concatenate(([first], end[:-1]))
-    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == selected["lane"][0]))[
-        "start_ns"
-    ].to_numpy()
-    counts = np.diff(np.searchsorted(ops, np.concatenate(([first], end))))
+    counts = _count_ops(events, selected["lane"][0], np.append(first, end))
     spans = pl.DataFrame(
         {"name": selected["name"], "start_ns": start, "end_ns": end, "number": np.arange(end.size)}
     )
@@ -238,6 +244,12 @@ def _find_optimizer_steps(
     return _build_frame(spans, "annotation").with_columns(
         complete=(pl.int_range(pl.len()) > 0) | complete
     )
+
+
+def _count_ops(events: pl.DataFrame, lane: int, bounds_ns: Ints) -> Ints:
+    """Returns how many operators of the thread begin between neighbouring bounds."""
+    ops = events.filter((pl.col("category") == "op") & (pl.col("lane") == lane))["start_ns"]
+    return np.diff(np.searchsorted(ops.to_numpy(), bounds_ns))
 
 
 def _find_requests(

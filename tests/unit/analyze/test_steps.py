@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from traceloom.analyze import step_times
@@ -29,6 +31,27 @@ def test_the_lag_is_how_long_after_its_step_the_last_work_ends() -> None:
     steps = step_times(builder.build()).steps
     assert steps["lag_ns"].to_list() == [5_000, 0, None]
     assert steps["launch_count"].to_list() == [1, 1, 0]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_left_after_the_last_call_of_step_is_no_whole_step(seed: int) -> None:
+    chance = random.Random(seed)
+    builder, at, steps = TraceBuilder(), 0, chance.randint(1, 6)
+    ops = chance.randint(1, 40)
+    for number in range(steps):
+        builder.step(number, at, 10 * ops + 20)
+        for index in range(ops):
+            builder.op("aten::mm", at + 10 * index, 8)
+        at += 10 * ops + 20
+    rest = chance.randint(0, (ops - 1) // 10)
+    builder.step(steps, at, 10 * rest + 15)
+    for index in range(rest):
+        builder.op("aten::item", at + 10 * index, 8)
+    builder.launch("cudaDeviceSynchronize", at + 10 * rest, 10, correlation=1, flow=False)
+    times = step_times(builder.build())
+    assert times.steps["complete"].to_list() == [True] * steps + [False]
+    assert times.median_ns == (10 * ops + 20) * 1000
 
 
 def test_a_graph_launch_counts_once() -> None:
