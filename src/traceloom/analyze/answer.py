@@ -19,7 +19,7 @@ from traceloom.analyze.gpu_time import (
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, find_edge_causes, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.quality_checks import check_unused_device
+from traceloom.analyze.quality_checks import check_sampled_operators, check_unused_device
 from traceloom.analyze.steps import (
     DEVICE,
     StepTimes,
@@ -53,7 +53,9 @@ _REASONS = {
     "kernel_to_kernel": "short pauses between pieces of work that were launched in time",
     "graph_internal": "pauses inside a graph launch",
     "unexplained": "work was launched in time and yet began late, for no recorded reason",
-    "launch_not_recorded": "the launches are not in the recording",
+    "launch_not_recorded": (
+        "the launches, or those of the work before, lie before the recording or are lost"
+    ),
 }
 _ACTIVITIES = {
     "op": "operators",
@@ -80,6 +82,7 @@ _MAX_RUNNING_SHARE = 0.8  # of the time that a thread runs at most: it also wait
 # Of the longer one: steps of two ranks that a sentence does not distinguish
 _MAX_STEP_DIFFERENCE = 0.02
 _MAX_STEP_RATIO = 1.5  # times the shortest step: the median does not represent the longest
+_MAX_MEAN_RATIO = 1.25  # of the mean step to the median or the reverse: one of them tells the other
 _MIN_STEPS = 4  # steps that determine the length of a usual one
 _MIN_FIRST_STEP_EXCESS = 2.0  # usual steps by which the first one takes longer,
 _MIN_RUN_SHARE = 0.05  # and of the time of all steps: reported from here on
@@ -303,7 +306,10 @@ def _describe_steps(
     if max(by_rank) - min(by_rank) > _MAX_STEP_DIFFERENCE * max(by_rank):
         span += f" ({format_duration(min(by_rank))} to {format_duration(max(by_rank))} by rank)"
     elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
-        span += f" ({format_duration(min_ns)} to {format_duration(max_ns)})"
+        mean_ns = int(lengths.mean())  # type: ignore[arg-type]
+        is_usual = step_ns < _MAX_MEAN_RATIO * mean_ns and mean_ns < _MAX_MEAN_RATIO * step_ns
+        average = "" if is_usual else f", {format_duration(mean_ns)} on average"
+        span += f" ({format_duration(min_ns)} to {format_duration(max_ns)}{average})"
     ahead = [fact.step_times.steps for fact in all_facts if fact.step_times.clock == DEVICE]
     if ahead:
         launched = pl.concat(steps.filter("complete")["duration_ns"] for steps in ahead)
@@ -380,6 +386,9 @@ def _describe_gpus(
     idle_ns = int(idling["ns"].sum())
     if idle_ns < _MIN_IDLE_SHARE * total_ns:
         return text
+    checks = [check_sampled_operators(fact.trace) for fact in all_facts]
+    if any(check is not None and check.affected for check in checks):
+        return f"{text}; why it is idle, and whether it is, cannot be told: most operators were left out of the file"
     reasons = {
         f"idle: {description}": _REASONS.get(cause, description)
         for cause, description in CAUSES.items()

@@ -137,7 +137,25 @@ def test_steps_of_unlike_length_are_told_with_the_shortest_and_the_longest() -> 
             "cudaLaunchKernel", start + 10, 10, correlation=step + 1
         )
         builder.kernel("gemm", start + 30, 100, correlation=step + 1)
-    assert "3 steps of 8.00 ms (2.00 ms to 9.00 ms): " in answer(session(builder.build())).sentence
+    told = answer(session(builder.build())).sentence
+    assert "3 steps of 8.00 ms (2.00 ms to 9.00 ms, 6.33 ms on average): " in told
+    builder.step(3, 19_000, 8_000)
+    assert "4 steps of 8.00 ms (2.00 ms to 9.00 ms): " in answer(session(builder.build())).sentence
+
+
+def test_a_file_of_which_operators_were_left_out_names_no_cause_of_idle_time() -> None:
+    def tell(every: int) -> str:
+        builder = TraceBuilder()
+        for number in range(600):
+            at = 20 * number
+            builder.op("aten::mm", at, 5, external_id=1 + every * number)
+            builder.launch("cudaLaunchKernel", at + 1, 1, correlation=number + 1)
+            builder.kernel("gemm", at + 4, 3, correlation=number + 1)
+        return answer(session(builder.build())).sentence
+
+    assert "the main cause of the idle time" in tell(1)
+    assert "cannot be told: most operators were left out of the file" in tell(100)
+    assert "the main cause of the idle time" not in tell(100)
 
 
 # -- against the accounts of devices and threads ------------------------------------------------------------------
