@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import Vocabulary, build_vocabulary
+from traceloom.graph.device_edges import BEGINNING_SHARE
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import get_event_column, to_nullable_series
@@ -101,6 +102,25 @@ def is_copy(trace: Trace, row: Ints) -> Bools:
     """Returns which rows of `events` are copies."""
     category: NDArray[np.uint8] = trace.events["category"].to_physical().to_numpy()[row]
     return np.equal(category, CATEGORIES.index(COPY))
+
+
+def find_work_behind_unrecorded(trace: Trace) -> pl.DataFrame:
+    """Returns the first work of each stream that was launched as the recording began, and was
+    behind what had been launched before: event, device, waited_ns (after its launch, while nothing
+    was recorded on its device).
+    """
+    free_ns = pl.col("end_ns").cum_max().shift(1).over("device")
+    first = (
+        select_gpu_work(trace)
+        .with_columns(free_ns=free_ns)
+        .unique(["device", "stream"], keep="first", maintain_order=True)
+        .drop_nulls("launch")
+    )
+    call = trace.events[["start_ns", "duration_ns"]][first["launch"].to_list()]
+    waited_ns = pl.col("start_ns") - pl.max_horizontal("free_ns", call.sum_horizontal())
+    return first.select("event", "device", waited_ns=waited_ns).filter(
+        call["start_ns"] - trace.start_ns <= BEGINNING_SHARE * (trace.end_ns - trace.start_ns)
+    )
 
 
 MISSING_VALUE = -1

@@ -34,6 +34,7 @@ BLOCKING_CALL_PATTERN = (
     r"|Memcpy|Memset|Malloc|Free|HostAlloc|HostRegister|HostUnregister"
     r"|ModuleLoad|ModuleUnload|LibraryLoad|LibraryUnload"
 )
+DEVICE_ALLOCATION_PATTERN = r"^(cuda|cu|hip)\w*(Malloc|Free|HostAlloc|HostRegister|HostUnregister|MemCreate|MemMap|MemUnmap)"
 # Longer than a thread is occasionally descheduled.
 _MIN_SETUP_NS = 5_000_000
 _MIN_FREES = 8  # calls of cudaFree: fewer may all be of libraries that are set up
@@ -89,8 +90,8 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
     has anything to do. Calls that wait by name are excluded, except the `cudaFree` of an operator
     that neither allocated memory nor queried events right before: the allocator frees only after
     such calls, while libraries call it to set up the device. Set-up happens once: a call that most
-    steps make in the same operator is none, nor is `cudaFree` where it is about as frequent as
-    `cudaMalloc`, as without PyTorch's allocator.
+    steps make in the same operator is none, nor is `cudaFree` where operators call it about as
+    often as `cudaMalloc`, as without PyTorch's allocator.
     """
     is_setup = np.zeros(trace.events.height, dtype=np.bool_)
     gpu_work = select_gpu_work(trace)
@@ -100,7 +101,7 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
     malloc_count = name.str.contains("^(cuda|hip)Malloc$").sum()
     setup_frees = (
         is_free
-        & (2 * is_free.sum() < malloc_count.clip(_MIN_FREES))
+        & (2 * (is_free & pl.col("op").is_not_null()).sum() < malloc_count.clip(_MIN_FREES))
         & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN)
         & pl.col("op").is_not_null()
     )

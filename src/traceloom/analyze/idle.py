@@ -23,16 +23,19 @@ from traceloom.analyze.gpu_work import (
     find_gpu_event_rows,
     find_idle_gaps,
     find_stream_waits,
+    find_work_behind_unrecorded,
     is_copy,
 )
 from traceloom.analyze.host_events import (
     BLOCKING_CALL,
+    DEVICE_ALLOCATION_PATTERN,
     LAUNCH,
     LOADING,
     OP,
     PYTHON,
     classify_activity,
     classify_events,
+    mark_device_setup_calls,
 )
 from traceloom.analyze.host_time import find_main_lane
 from traceloom.analyze.intervals import Spans, find_overlaps
@@ -56,6 +59,8 @@ HOST_CAUSES = {
     "host_data_loading": "the host waited for or made the next batch",
     "host_garbage_collection": "Python collected garbage",
     "host_lock": "the host waited for a lock",
+    "host_setup": "the host loaded code onto the device or set it up",
+    "host_allocation": "the host took memory from the device or gave it back",
     "host_blocking_call": "the host stood in a call that waits",
     "host_launch": "the host was in runtime calls",
     "host_op": "the host worked inside framework operators",
@@ -77,7 +82,7 @@ CAUSES = {
     KERNEL_TO_KERNEL: "launched in time; the GPU's own pause between two pieces of work",
     GRAPH_INTERNAL: "between two pieces of work of one graph launch",
     UNEXPLAINED: "launched in time, not ordered after another stream, and late all the same",
-    NOT_RECORDED: "the launch happened before the recording began, or was lost",
+    NOT_RECORDED: "launched before the recording began, or behind such work, or the launch was lost",
 }
 """Every cause with its meaning in a few words."""
 
@@ -167,6 +172,7 @@ def split_by_activity(
     for code, number in _CAUSE_BY_ACTIVITY.items():
         cause_of[activities == code] = number
     for pattern, name in (
+        (DEVICE_ALLOCATION_PATTERN, "host_allocation"),
         (LOCK_PATTERN, "host_lock"),
         (GARBAGE_COLLECTION_PATTERN, "host_garbage_collection"),
     ):
@@ -175,6 +181,7 @@ def split_by_activity(
             cause_of[
                 tree.outermost_or_self(gather_rows(matching, vocabulary.code[tree.row])) >= 0
             ] = _HOST_CAUSE_NAMES.index(name)
+    cause_of[mark_device_setup_calls(trace)[tree.row]] = _HOST_CAUSE_NAMES.index("host_setup")
     cause_of[tree.outermost_or_self(classify_events(trace).phase == LOADING) >= 0] = (
         _HOST_CAUSE_NAMES.index("host_data_loading")
     )
@@ -458,6 +465,7 @@ def _classify_queued(trace: Trace, all_gaps: IdleGaps) -> tuple[Ints, Ints, Bool
         (~all_gaps.first, GRAPH_INTERNAL, "correlated"),
         (waited, DEPENDENCY, "measured" if recorded else "inferred"),
         (short, KERNEL_TO_KERNEL, "inferred"),
+        (np.isin(all_gaps.after, find_work_behind_unrecorded(trace)["event"]), NOT_RECORDED, None),
         (np.ones_like(short), UNEXPLAINED, "assumed"),
     )
     choice_index = np.select([choice[0] for choice in choices], range(len(choices)))

@@ -12,12 +12,12 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.autograd import ENGINE_NODE_PATTERN
-from traceloom.analyze.gpu_work import find_gpu_event_rows
+from traceloom.analyze.gpu_work import find_gpu_event_rows, find_work_behind_unrecorded
 from traceloom.analyze.host_events import TRACELOOM_ANNOTATION_PATTERN
 from traceloom.analyze.intervals import merge_intervals
 from traceloom.analyze.kernel_efficiency import find_launch_calls
 from traceloom.analyze.names import build_vocabulary
-from traceloom.graph.device_edges import BEGINNING_SHARE, MIN_NOTICED_SHARE
+from traceloom.graph.device_edges import MIN_NOTICED_SHARE
 from traceloom.system.units import format_count, format_duration, format_share
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.arrays import get_event_column
@@ -315,27 +315,20 @@ def check_busy_before_window(trace: Trace) -> QualityCheck | None:
     """Reports GPUs without recorded work at first, though work had been launched (`link` takes that
     time as given).
     """
-    work = _select_gpu_work(trace)
-    if not work.height:
+    devices = _select_gpu_work(trace)["device"].n_unique()
+    if not devices:
         return None
     window = max(trace.end_ns - trace.start_ns, 1)
-    first = (
-        work.sort("start_ns")
-        .unique("device", keep="first", maintain_order=True)
-        .drop_nulls("launch")
-    )
-    call = trace.events[first["launch"].to_list()][["start_ns", "duration_ns"]]
-    early = call["start_ns"] - trace.start_ns <= BEGINNING_SHARE * window
-    waited = (first["start_ns"] - call["start_ns"] - call["duration_ns"]).filter(early)
-    long = waited.filter(waited >= max(MIN_NOTICED_SHARE * window, _MAX_COLD_START_NS))
-    longest = int(long.max() or 0)  # type: ignore[arg-type]
+    least_ns = max(MIN_NOTICED_SHARE * window, _MAX_COLD_START_NS)
+    late = find_work_behind_unrecorded(trace).filter(pl.col("waited_ns") >= least_ns)
+    longest = int(late["waited_ns"].max() or 0)  # type: ignore[arg-type]
     message = (
         f"for {format_duration(longest)} ({format_share(longest, window)} of the window) a GPU did nothing that is recorded, though "
         "work had been launched: it was behind what was launched before the recording; that time counts as idle, and "
         "no change of recorded work moves it"
     )
     return QualityCheck(
-        long.len(), work["device"].n_unique(), "warning", message, slug="busy-before-window"
+        late["device"].n_unique(), devices, "warning", message, slug="busy-before-window"
     )
 
 

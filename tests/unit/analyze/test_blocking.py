@@ -108,6 +108,18 @@ def test_libraries_start_with_a_free_and_the_allocator_frees_after_it_asked() ->
     assert slow("cudaFree", op=None) == []  # somebody empties the cache
 
 
+def test_a_cache_that_is_emptied_at_the_end_does_not_hide_that_libraries_start() -> None:
+    builder = TraceBuilder().launch("cudaLaunchKernel", 0, 5, correlation=1)
+    builder.kernel("work", 6, 10, correlation=1).op("aten::conv2d", 20, 90_000)
+    builder.launch("cudaGetSymbolAddress", 21, 1, correlation=2)
+    builder.launch("cudaFree", 30, 80_000, correlation=3)
+    for number in range(12):
+        builder.launch("cudaFree", 100_000 + 10_000 * number, 9_000, correlation=4 + number)
+    trace = builder.build()
+    found = trace.events.filter(mark_device_setup_calls(trace))["duration_ns"].to_list()
+    assert found == [80_000_000]
+
+
 def test_what_the_device_does_meanwhile_is_unknown_without_its_work() -> None:
     trace = TraceBuilder().launch("cudaLaunchKernel", 0, 20_000, correlation=1).build()
     assert not mark_device_setup_calls(trace).any()

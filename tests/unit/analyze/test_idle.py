@@ -51,9 +51,33 @@ def test_a_launch_call_that_takes_long_is_the_hosts() -> None:
     )
     assert causes(loads) == {
         "host_unobserved": 30,
-        "host_blocking_call": 6_000,
+        "host_setup": 6_000,
         "launch_latency": 7,
     }
+
+
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaFree", "hipFree", "cuMemMap"])
+def test_memory_that_is_taken_or_given_back_is_no_wait(call: str) -> None:
+    builder = first().op("aten::empty", 21, 90)
+    builder.launch(call, 30, 60, correlation=9, flow=False)
+    builder.launch("cudaLaunchKernel", 120, 4, correlation=2).kernel("two", 127, 5, correlation=2)
+    assert causes(builder) == {
+        "host_unobserved": 10,
+        "host_op": 30,
+        "host_allocation": 60,
+        "launch_latency": 7,
+    }
+
+
+def test_work_behind_what_was_launched_before_the_recording_has_no_cause_in_it() -> None:
+    def wait(stream: int, launched: float) -> dict[str, int]:
+        builder = first().launch("cudaLaunchKernel", launched, 4, correlation=2)
+        builder.kernel("two", 5_000, 10, correlation=2, stream=stream)
+        return causes(builder.op("aten::mm", 9_000, 10))
+
+    assert wait(8, 14)["launch_not_recorded"] == 4_980
+    assert "launch_not_recorded" not in wait(7, 14)  # the stream had ended what was before
+    assert "launch_not_recorded" not in wait(8, 2_000)
 
 
 def test_the_host_part_is_split_by_the_innermost_activity_of_the_launching_thread() -> None:

@@ -56,6 +56,11 @@ def test_a_gpu_that_was_busy_before_the_window_is_told_and_one_that_begins_at_on
 
     assert begun(2_000)["busy-before-window"] == 1
     assert "busy-before-window" not in begun(50)
+    # a stream may be behind what was launched before while another one has begun
+    other = TraceBuilder().op("aten::mm", 0, 10).launch("cudaLaunchKernel", 2, 4, correlation=1)
+    other.kernel("gemm", 10, 100, correlation=1).launch("cudaLaunchKernel", 8, 2, correlation=2)
+    other.kernel("gemm", 4_000, 100, correlation=2, stream=8).op("aten::mm", 9_000, 1_000)
+    assert found(other.build())["busy-before-window"] == 1
     # who is launched late is not behind what was there before
     late = TraceBuilder().op("aten::mm", 0, 10).op("aten::mm", 5_000, 10)
     late.launch("cudaLaunchKernel", 5_002, 4, correlation=1).kernel(
