@@ -41,9 +41,9 @@ EFFECTS: dict[str, dict[str, str]] = {
     },
     "gpu-not-used": {"answer": "it speaks of the host alone"},
     "impossible-duration": {
-        "answer": "such work counts with the longest time that it can have taken",
-        "ranks[*].devices": "busy time may be a little too large",
-        "kernels": "sums may be a little too large",
+        "answer": "such events count as long as most of their name",
+        "ranks[*].devices": "busy time is a guess for such work",
+        "kernels": "sums hold a guess for such work",
     },
     "busy-before-window": {
         "ranks[*].idle": "what the GPU did there is unknown, not idle",

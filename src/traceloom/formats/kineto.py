@@ -342,7 +342,8 @@ _OP, _ANNOTATION, _PYTHON, _OTHER = (
 _RECORDER_THREAD = re.compile(
     r"(^|/)traceloom/capture/(moments|endings|processor_time)\.py\(\d+\): (_watch|_listen)$"
 )
-_MIN_OVERRUN = 10  # pieces of work that no stream can have run while an earlier one went on
+_MIN_OVERRUN = 3  # pieces of work that no stream can have run while an earlier one went on
+_WAITS_FOR_DEVICE = re.compile(r"^(cuda|hip)DeviceSynchronize$")
 _SUBMITTING = re.compile(r"(?i)launch|memcpy|memset|copy|fill")  # calls that submit GPU work
 _ABSURD_NS = 86_400 * 10**9  # a day: no event of a recording lasts that long
 
@@ -510,7 +511,7 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
         values[missing] = file_events.places.numbers(which)[file_events.place[missing]]
     device[(device < 0) | (device >= 2**31)] = NULL
     lanes = find_lanes(file_events.category, file_events.place, device, stream, file_events.places)
-    overruns = _bound_durations(file_events, lanes.lane)
+    overruns = _bound_durations(file_events, lanes.lane, device)
     nesting = build_nesting(
         lanes.lane,
         file_events.start,
@@ -599,31 +600,53 @@ def _assemble(decoded: Decoded, path: str, capture: dict[str, Any] | None) -> Tr
     return Trace(meta=meta, events=events, notices=notices, **sides)
 
 
-def _bound_durations(file_events: _FileEvents, lane: Ints) -> list[Notice]:
-    """Lets GPU work during which much later work of its own stream began and ended count until the
-    next piece begins, and returns a notice of it.
+def _bound_durations(file_events: _FileEvents, lane: Ints, device: Ints) -> list[Notice]:
+    """Lets events that cannot have lasted as the file says count as long as most of their name in
+    their lane do, and returns a notice of it.
+
+    Such are GPU work and steps of the optimizer during which much later ones of their own stream or
+    thread began and ended: they count until the next began at most. And GPU work that lasts more
+    than twice as long as from its launch until a later wait for the only device returned.
     """
-    launched = file_events.correlation[gather_rows(_IS_LAUNCH, file_events.category)]
-    rows = np.flatnonzero(gather_rows(_IS_WORK, file_events.category))
-    number, index = np.unique(file_events.correlation[rows], return_inverse=True)
+    start, duration, name = file_events.start, file_events.duration, file_events.name
+    correlation, texts = file_events.correlation, list(enumerate(file_events.texts.names))
+    calls = np.flatnonzero(gather_rows(_IS_LAUNCH, file_events.category))
+    work = np.flatnonzero(gather_rows(_IS_WORK, file_events.category))
+    number, index = np.unique(correlation[work], return_inverse=True)
+    launched, first = np.unique(correlation[calls], return_index=True)
     # The kernels of one graph launch may run at once on what is told as one stream.
     single = (np.bincount(index) == 1) & np.isin(number, launched) & (number != NULL)
-    rows = rows[single[index] & (file_events.duration[rows] > 0)]
+    is_long = single[index] & (duration[work] > 0)
+    optimizer = [code for code, text in texts if text.startswith("Optimizer.step#")]
+    rows = np.sort(np.append(work[is_long], np.flatnonzero(np.isin(name, optimizer))))
+    longest = np.full(rows.size, np.iinfo(np.int64).max)
+    waiting = [code for code, text in texts if _WAITS_FOR_DEVICE.match(text)]
+    waits = calls[np.isin(name[calls], waiting)]
+    if waits.size and np.unique(device[work]).size == 1:
+        place = np.searchsorted(launched, correlation[rows])
+        called = start[calls[first]][np.minimum(place, launched.size - 1)]
+        returned = np.append(start[waits] + duration[waits], 2**61)
+        waited = 2 * (returned[np.searchsorted(start[waits], called)] - called)
+        longest = np.where(np.isin(rows, work), waited, longest)
     count, longest_ns = 0, 0
     for one in np.unique(lane[rows]).tolist():
-        own = rows[lane[rows] == one]
-        start, duration = file_events.start[own], file_events.duration[own]
-        end, place = start + duration, np.arange(own.size)
-        later = np.searchsorted(start, end) - place - 1
+        at = np.flatnonzero(lane[rows] == one)
+        own, most = rows[at], longest[at]
+        end, place = start[own] + duration[own], np.arange(own.size)
+        later = np.searchsorted(start[own], end) - place - 1
         ended = np.searchsorted(np.sort(end), end) - place
-        wrong = np.flatnonzero((later >= _MIN_OVERRUN) & (ended >= _MIN_OVERRUN))
-        if wrong.size:
-            count, longest_ns = count + wrong.size, max(longest_ns, int(duration[wrong].max()))
-            file_events.duration[own[wrong]] = start[wrong + 1] - start[wrong]
+        overrun = np.flatnonzero((later >= _MIN_OVERRUN) & (ended >= _MIN_OVERRUN))
+        most[overrun] = start[own[overrun + 1]] - start[own[overrun]]
+        right = duration[own] <= most
+        for wrong in np.flatnonzero(~right).tolist():
+            count, longest_ns = count + 1, max(longest_ns, int(duration[own[wrong]]))
+            alike = own[right & (name[own] == name[own[wrong]])]
+            usual_ns = int(np.median(duration[alike])) if alike.size else most[wrong]
+            duration[own[wrong]] = min(usual_ns, most[wrong])
     text = (
-        f"{count:,} {'piece' if count == 1 else 'pieces'} of GPU work cannot have taken as long as the file says (up to "
-        f"{format_duration(longest_ns)}): {_MIN_OVERRUN} and more later pieces of the same stream began and ended "
-        "meanwhile; such work counts until the next piece began"
+        f"{count:,} {'event' if count == 1 else 'events'} cannot have taken as long as the file says (up to "
+        f"{format_duration(longest_ns)}): later ones of the same stream or thread began and ended meanwhile, or a "
+        "wait for the device returned; they count as long as most of their name"
     )
     return [Notice("impossible-duration", "warning", text, count)] if count else []
 

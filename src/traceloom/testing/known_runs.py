@@ -1,10 +1,21 @@
 """Recordings of made runs whose figures are known in closed form."""
 
+import json
 import random
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from traceloom.testing.trace_builder import TraceBuilder
+
+FAULTS_US = {
+    "overlap": (0.1, 0.9),
+    "lost": (1, 1),
+    "overrun": (100_000, 1_770_000),
+    "wait": (300, 600_000),
+    "early": (1.1, 900),
+}
+"""What may be wrong with a recording, and by how much at least and at most, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -16,12 +27,16 @@ class KnownRun:
         periods_ns: How long each step keeps the device, one after the other.
         host_ns: How long the host launches each step.
         busy_ns: Time in which the device works, in all steps.
+        wrong_count: Events that are recorded wrong.
+        largest_ns: By how much at most.
     """
 
     builder: TraceBuilder
     periods_ns: list[int]
     host_ns: list[int]
     busy_ns: int
+    wrong_count: int = 0
+    largest_ns: int = 0
 
     @property
     def step_ns(self) -> int:
@@ -57,8 +72,9 @@ def build_run_ahead(seed: int, slower: float = 1.0) -> KnownRun:
         for index in range(kernels):
             correlation += 1
             called = start + index * launch_us
-            builder.op("aten::mm", called, launch_us - 2)
-            builder.launch("cudaLaunchKernel", called + 2, 6, correlation=correlation)
+            builder.op("aten::mm", called, launch_us - 2).launch(
+                "cudaLaunchKernel", called + 2, 6, correlation=correlation
+            )
             gap = chance.randint(0, 2) if correlation > 1 else 0
             length = round(kernel_us[index] * slower)
             builder.kernel(
@@ -70,3 +86,110 @@ def build_run_ahead(seed: int, slower: float = 1.0) -> KnownRun:
         start += host_us[number]
     builder.launch("cudaDeviceSynchronize", start, device_end + 5 - start, correlation=10**6)
     return KnownRun(builder, periods, [us * 1000 for us in host_us], busy * 1000)
+
+
+def build_faulty(seed: int, fault: str) -> KnownRun:
+    """Builds steps of kernels in a row, after which the host waits for the device, and records some
+    of their events wrong.
+
+    Args:
+        seed: Of the number and lengths of steps and kernels, and of what is wrong.
+        fault: A key of FAULTS_US. `overlap`: kernels seem to begin before the one before has ended;
+            `lost`: they have no times; `overrun`: they seem to go on for long; `wait`: the wait
+            returns late; `early`: kernels are launched after they began.
+    """
+    chance = random.Random(seed)  # noqa: S311  (no secret)
+    lengths = [chance.randint(50, 400) for _ in range(chance.randint(3, 12))]
+    count, idle_us = chance.randint(5, 32), chance.randint(100, 600)
+    wrong = {step: chance.randrange(1, len(lengths)) for step in chance.sample(range(count), 2)}
+    builder, host_ns, largest_us, start, busy_us = TraceBuilder(), [], 0.0, 1000.0, 0
+    for step in range(count):
+        device, late = start + 40, 0.0
+        for index, length in enumerate(lengths):
+            off = dict.fromkeys(FAULTS_US, 0.0)
+            if wrong.get(step) == index:
+                off[fault] = round(chance.uniform(*FAULTS_US[fault]), 1)
+            number, recorded = step * len(lengths) + index, 0 if off["lost"] else 1
+            called = device + off["early"] if off["early"] else start + 2 + 3 * index
+            builder.op("aten::mm", called - 1, 2.5).launch(
+                "cudaLaunchKernel", called, 1, correlation=number
+            )
+            builder.kernel(
+                f"gemm_{index}",
+                recorded * (device - off["overlap"]),
+                recorded * (length + off["overlap"] + off["overrun"]),
+                correlation=number,
+            )
+            device, busy_us = device + length, busy_us + recorded * length
+            late, largest_us = late + off["wait"], max(largest_us, off[fault])
+        builder.launch(
+            "cudaDeviceSynchronize",
+            start + 39,
+            device + late - start - 34,
+            correlation=step - count,
+        )
+        host_ns.append(round((device + late + idle_us - start) * 1000))
+        builder.step(step, start, host_ns[-1] / 1000)
+        start += host_ns[-1] / 1000
+    return KnownRun(builder, host_ns, host_ns, busy_us * 1000, len(wrong), round(largest_us * 1000))
+
+
+def build_ranks(seed: int) -> list[KnownRun]:
+    """Builds the recordings of the ranks of a job, which run the same program, with the same ids,
+    and meet in an all-reduce for which they wait for the one whose kernels are the slowest.
+
+    `busy_ns` is the time in which their kernels compute.
+    """
+    chance = random.Random(seed)  # noqa: S311  (no secret)
+    world, steps, kernels = chance.randint(2, 6), chance.randint(3, 5), chance.randint(2, 6)
+    straggler, has_one_device = chance.randrange(world), chance.random() < 0.5
+    step_us, runs = 300 + kernels * 80, []
+    for rank in range(world):
+        builder = TraceBuilder(rank, world, devices=world, process=4000 + rank, base_ns=17 * 10**17)
+        length = 70 if rank == straggler else 40 + chance.randint(0, 4)
+        where: dict[str, Any] = {"device": 0 if has_one_device else rank}
+        collective = where | builder.collective_args("allreduce", "0", world, 1024, "Float")
+        for step in range(steps):
+            start, first = step * step_us, step * (kernels + 1)
+            builder.step(step, start, step_us)
+            for index in range(kernels + 1):
+                called, number = start + 10 + 15 * index, first + index
+                builder.op("aten::mm", called, 12, external_id=number)
+                builder.launch("cudaLaunchKernel", called + 2, 6, correlation=number)
+                if index < kernels:
+                    at = start + 100 + index * 80
+                    builder.kernel("gemm", at, length, correlation=number, **where)
+            met, last = start + step_us - 100, at + length
+            name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
+            builder.kernel(name, last, met - last, correlation=number, stream=20, **collective)
+        host_ns = [step_us * 1000] * steps
+        runs.append(KnownRun(builder, host_ns, host_ns, length * kernels * steps * 1000))
+    return runs
+
+
+def merge_ranks(runs: list[KnownRun], how: str) -> dict[str, Any]:
+    """Returns one document with the events of all ranks, as mergers write it.
+
+    Args:
+        runs: Of the ranks, in their order.
+        how: `label`: before each process id, as SGLang does; `name`: of processes that are numbered
+            anew; `list`: the lists of events one after the other, as they are; `rank`: each event
+            with its rank as process.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, run in enumerate(runs):
+        own = [json.loads(text) for text in run.builder.events()]
+        names = {4000 + rank: "CPU", rank: f"GPU {rank}"} if how in {"list", "rank"} else {}
+        own += [
+            {"ph": "M", "name": name, "pid": pid, "args": {"name": "python", "labels": label}}
+            for pid, label in names.items()
+            for name in ("process_name", "process_labels")
+        ]
+        for event in own:
+            numbered = {"label": f"[TP{rank:02d}-EP00] {event['pid']}", "list": event["pid"]}
+            event["pid"] = numbered.get(how, rank + (how == "name"))
+        if how == "name":
+            args = {"name": f"Rank {rank}"}
+            own.append({"ph": "M", "name": "process_name", "pid": rank + 1, "args": args})
+        events += own
+    return {**runs[0].builder.header(), "traceEvents": events}

@@ -9,13 +9,13 @@ from typing import Any
 import polars as pl
 import pytest
 
-from support.merged import build_straggler, merge_ranks
 from traceloom import Session, analyze, load
 from traceloom.analyze.answer import answer
 from traceloom.errors import InputError
 from traceloom.formats import load_inputs
 from traceloom.graph.linking import load_ranks
 from traceloom.report import ReportOptions, build
+from traceloom.testing.known_runs import KnownRun, build_ranks, merge_ranks
 from traceloom.trace.trace import SCHEMAS
 from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import anonymize
@@ -31,21 +31,26 @@ def read(document: dict[str, Any], folder: Path) -> Session:
     return load(write(document, folder), cache=False)
 
 
+def find_straggler(runs: list[KnownRun]) -> int:
+    return max(range(len(runs)), key=lambda rank: runs[rank].busy_ns)
+
+
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("how", ["label", "name", "list", "rank"])
 @pytest.mark.parametrize("seed", range(20))
 def test_each_rank_is_what_its_own_file_says(seed: int, how: str, tmp_path: Path) -> None:
-    job = build_straggler(seed)
-    merged = read(merge_ranks(job.builders, how), tmp_path)
+    runs = build_ranks(seed)
+    straggler = find_straggler(runs)
+    merged = read(merge_ranks(runs, how), tmp_path)
     merged.check()
-    alone = [builder.build() for builder in job.builders]
+    alone = [run.builder.build() for run in runs]
     assert [trace.events.height for trace in merged.traces] == [
         trace.events.height for trace in alone
     ]
     assert merged.ranks == ((None,) * len(alone) if how == "list" else tuple(range(len(alone))))
-    for trace, own, kernel_ns in zip(merged.traces, alone, job.kernel_ns, strict=True):
+    for trace, own, run in zip(merged.traces, alone, runs, strict=True):
         gemms = trace.events.filter(pl.col("name") == "gemm")
-        assert gemms["duration_ns"].sum() == kernel_ns
+        assert gemms["duration_ns"].sum() == run.busy_ns
         joined = [
             "name",
             "start_ns",
@@ -64,29 +69,30 @@ def test_each_rank_is_what_its_own_file_says(seed: int, how: str, tmp_path: Path
         assert answer(merged).sentence == answer(separate).sentence
         found = analyze.imbalance([analyze.summarize_rank(trace) for trace in merged.traces])
         compute = found.measures.filter(pl.col("measure") == "compute_ns")
-        assert compute["max_rank"].to_list() == [job.straggler]
-        (slow,) = merged.of_rank(job.straggler).traces
-        expected = {"name": job.straggler + 1, "label": 4000 + job.straggler}
-        assert slow.meta.process == expected.get(how, job.straggler or None)
+        assert compute["max_rank"].to_list() == [straggler]
+        (slow,) = merged.of_rank(straggler).traces
+        expected = {"name": straggler + 1, "label": 4000 + straggler}
+        assert slow.meta.process == expected.get(how, straggler or None)
 
 
 def test_a_rank_can_be_chosen_and_the_straggler_is_named(tmp_path: Path) -> None:
-    job = build_straggler(3)
-    path = write(merge_ranks(job.builders, "label"), tmp_path)
+    runs = build_ranks(3)
+    straggler = find_straggler(runs)
+    path = write(merge_ranks(runs, "label"), tmp_path)
     session = load(path, cache=False)
     document = build(session, ReportOptions())
     (compute,) = (
         row for row in document["imbalance"]["measures"] if row["measure"] == "compute_ns"
     )
-    assert compute["max_rank"] == job.straggler
-    chosen = load_inputs(path, cache=False, ranks=(job.straggler,)).runs[0].of_rank(job.straggler)
-    assert answer(chosen).sentence.startswith(f"Rank {job.straggler}, ")
+    assert compute["max_rank"] == straggler
+    chosen = load_inputs(path, cache=False, ranks=(straggler,)).runs[0].of_rank(straggler)
+    assert answer(chosen).sentence.startswith(f"Rank {straggler}, ")
     assert [part.rank for part in load_ranks(path, cache=False).ranks] == list(session.ranks)
 
 
 def test_labels_of_several_groups_are_numbered_in_the_usual_order(tmp_path: Path) -> None:
-    job = build_straggler(5)
-    document = merge_ranks(job.builders[:2] * 2, "label")
+    runs = build_ranks(5)
+    document = merge_ranks(runs[:2] * 2, "label")
     size, seen = len(document["traceEvents"]) // 4, []
     for index, event in enumerate(document["traceEvents"]):
         tensor, pipeline = divmod(index // size, 2)
@@ -100,7 +106,7 @@ def test_labels_of_several_groups_are_numbered_in_the_usual_order(tmp_path: Path
 
 
 def test_work_of_gpus_that_nothing_gives_to_a_process_is_refused(tmp_path: Path) -> None:
-    document = merge_ranks(build_straggler(0).builders, "list")
+    document = merge_ranks(build_ranks(0), "list")
     document["traceEvents"].sort(key=lambda event: event.get("ts", 0))
     with pytest.raises(InputError) as raised:
         read(document, tmp_path)
@@ -109,7 +115,7 @@ def test_work_of_gpus_that_nothing_gives_to_a_process_is_refused(tmp_path: Path)
 
 def test_the_cache_keeps_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACELOOM_CACHE_DIR", str(tmp_path / "cache"))
-    path = write(merge_ranks(build_straggler(1).builders, "name"), tmp_path)
+    path = write(merge_ranks(build_ranks(1), "name"), tmp_path)
     first, again = load(path), load(path)
     assert len(again.traces) > 1
     for one, other in zip(first.traces, again.traces, strict=True):
@@ -118,17 +124,17 @@ def test_the_cache_keeps_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_merged_file_beside_the_files_of_its_ranks_adds_nothing(tmp_path: Path) -> None:
-    job = build_straggler(2)
-    write(merge_ranks(job.builders, "label"), tmp_path, "run-merged.json")
-    for rank, builder in enumerate(job.builders):
-        builder.write(tmp_path / f"run-TP-{rank}.json")
+    runs = build_ranks(2)
+    write(merge_ranks(runs, "label"), tmp_path, "run-merged.json")
+    for rank, run in enumerate(runs):
+        run.builder.write(tmp_path / f"run-TP-{rank}.json")
     session = load(tmp_path, cache=False)
-    assert session.ranks == tuple(range(len(job.builders)))
+    assert session.ranks == tuple(range(len(runs)))
     assert [notice.slug for notice in session.notices] == ["merged-twice"]
 
 
 def test_a_merged_file_is_not_anonymized(tmp_path: Path) -> None:
-    path = write(merge_ranks(build_straggler(2).builders, "label"), tmp_path)
+    path = write(merge_ranks(build_ranks(2), "label"), tmp_path)
     with pytest.raises(InputError) as raised:
         anonymize([path], tmp_path / "out.json", Policy(), Key(b"a key that only tests have"))
     assert raised.value.slug == "merged-ranks"
