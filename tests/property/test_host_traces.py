@@ -12,12 +12,13 @@ import polars as pl
 import pytest
 from hypothesis import strategies as st
 
+from support.trace_pairs import NestedOp, build_trace_pair
 from traceloom.errors import InputError
 from traceloom.formats.alignment import align, build_hashes, find_occurrences, hash_numbers
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.graph.host_match import match
 from traceloom.testing import HostTraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_trace_pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS
 from traceloom.trace.trace import HOST_OPS
 
 NAMES = st.one_of(

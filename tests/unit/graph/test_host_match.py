@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.trace_pairs import NestedOp, build_trace_pair
 from traceloom.errors import InputError
 from traceloom.formats import read_kineto
 from traceloom.formats.host_trace import read_host_trace
@@ -17,7 +18,7 @@ from traceloom.graph import host_match as ms
 from traceloom.graph.graph import GRAPH_SCHEMAS
 from traceloom.graph.host_match import Matching, match
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace_builder import HOST_SCHEMAS, NestedOp, build_trace_pair
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS
 from traceloom.trace.trace import HostTrace, Trace
 
 LAYER = (

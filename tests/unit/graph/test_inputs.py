@@ -10,11 +10,11 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.trace_pairs import NestedOp, build_trace_pair
 from traceloom.errors import InputError, TraceloomError, UsageError
 from traceloom.graph.inputs import Inputs, find_inputs
 from traceloom.graph.linking import load_ranks
 from traceloom.testing import HostTraceBuilder, TraceBuilder
-from traceloom.testing.host_trace_builder import NestedOp, build_trace_pair
 
 STEP = [
     NestedOp("forward", (NestedOp("aten::mm"), NestedOp("aten::relu"))),

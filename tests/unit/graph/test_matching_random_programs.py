@@ -9,12 +9,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from support.trace_pairs import NestedOp, build_trace_pair
 from traceloom.errors import InputError
 from traceloom.formats import read_kineto
 from traceloom.formats.host_trace import read_host_trace
 from traceloom.graph import link
 from traceloom.graph.host_match import match
-from traceloom.testing.host_trace_builder import NestedOp, build_trace_pair
 from traceloom.trace.trace import HostTrace, Trace
 from traceloom.workload.anonymize.policy import Key, Policy
 from traceloom.workload.anonymize.run import anonymize

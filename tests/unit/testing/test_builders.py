@@ -12,15 +12,11 @@ import polars as pl
 import pytest
 
 from support.strategies import GENERATIONS
+from support.trace_pairs import NestedOp, build_trace_pair
 from traceloom.errors import UsageError
 from traceloom.graph.host_match import match
 from traceloom.testing import TraceBuilder
-from traceloom.testing.host_trace_builder import (
-    HOST_SCHEMAS,
-    HostTraceBuilder,
-    NestedOp,
-    build_trace_pair,
-)
+from traceloom.testing.host_trace_builder import HOST_SCHEMAS, HostTraceBuilder
 
 OLD = ("2021", "2022", "2023")  # whole microseconds
 NAMES = (
