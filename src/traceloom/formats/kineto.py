@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from msgspec import Struct, structs
+from numpy.typing import NDArray
 
+from traceloom.errors import InputError
 from traceloom.formats import ahead, kineto_metadata as md
 from traceloom.formats.ahead import decode_with, start_helpers
 from traceloom.formats.detect import refuse_categories
@@ -27,16 +30,9 @@ from traceloom.formats.kineto_columns import (
     Columns,
     Decoded,
     decode,
+    parse_integer,
 )
 from traceloom.formats.kineto_fields import NULL
-from traceloom.formats.lanes import (
-    KIND_OF_CODE,
-    KINDS,
-    ON_DEVICE,
-    ThreadIndex,
-    build_lane_frame,
-    find_lanes,
-)
 from traceloom.formats.links import (
     add_capture_details,
     build_collective_frame,
@@ -47,7 +43,7 @@ from traceloom.formats.links import (
     find_ops,
     find_uncorrelated_launches,
 )
-from traceloom.formats.merged import split_ranks
+from traceloom.formats.resync import DamageLog
 from traceloom.formats.steps import NO_STEP, assign_steps, find_steps, locate_steps
 from traceloom.system.units import format_duration
 from traceloom.trace import vocabulary as vocab
@@ -58,6 +54,7 @@ from traceloom.trace.arrays import (
     NumberedTexts,
     build_event_column,
     build_nesting,
+    compute_stable_order,
     compute_time_order,
     extract_column,
     find_nearest_ancestor,
@@ -71,6 +68,28 @@ from traceloom.trace.mapped_arrays import MappedArray
 from traceloom.trace.notice import Notice
 from traceloom.trace.trace import SCHEMAS, CategoryType, DeferredFrame, Meta, Trace
 from traceloom.trace.vocabulary import copy_kind, parse_memory_kinds
+
+KINDS = ("host", "device", "device_annotation", "device_sync", "other")
+_KIND = dict.fromkeys(vocab.HOST_WORK, "host") | {
+    vocab.KERNEL: "device",
+    vocab.COPY: "device",
+    vocab.FILL: "device",
+    vocab.COMMAND: "device",
+    vocab.GPU_ANNOTATION: "device_annotation",
+    vocab.SYNC: "device_sync",
+    vocab.GPU_EVENT: "device_sync",
+}
+KIND_OF_CODE = np.array(
+    [KINDS.index(_KIND.get(name, "other")) for name in vocab.CATEGORIES], dtype=np.int64
+)
+ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
+_IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
+_GENERIC_NAME = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
+_LABEL = re.compile(r"(?<![a-z])(rank|tp|dp|ep|pp)[ _-]?(\d{1,7})(?![\da-z])", re.IGNORECASE)
+_AROUND = " []()_-:/|,."
+
+Label = tuple[tuple[str, int], ...]
+"""Such as (("tp", 1), ("dp", 0)); empty where a text has none."""
 
 # torch's DeviceType numbers (c10/core/DeviceType.h).
 DEVICE_TYPES = {
@@ -99,6 +118,33 @@ DEVICE_TYPES = {
 
 _ON_HOST = np.array([KINDS[kind] == "host" for kind in KIND_OF_CODE])
 _IS_OP = np.array([name == vocab.OP for name in vocab.CATEGORIES])
+
+
+class Lanes(Struct, frozen=True):
+    """The lane of each event, and the lanes.
+
+    Attributes:
+        lane: Row of `rows` for each event.
+        nests: Whether events of that lane nest (host lanes do, device lanes do not).
+        rows: One dict per lane with the columns of the `lanes` frame that do not depend on times.
+    """
+
+    lane: Ints
+    nests: NDArray[np.bool_]
+    rows: list[dict[str, Any]]
+
+
+class ThreadIndex(Struct, frozen=True):
+    """The (pid, tid) pairs of a file, by number."""
+
+    pairs: list[tuple[Any, Any]]
+    thread_names: dict[tuple[Any, Any], str]
+
+    def numbers(self, which: int) -> Ints:
+        """Returns the process id (0) or thread id (1) of each pair as a number, NULL where it is
+        text.
+        """
+        return np.array([parse_integer(pair[which]) for pair in self.pairs], dtype=np.int64)
 
 
 def build_allocation_frame(
@@ -845,3 +891,255 @@ def _collect_notices(
         text = f"{unknown_devices:,} memory events are of a device type this version does not know"
         out.append(Notice("unknown-device-type", "info", text, unknown_devices))
     return out
+
+
+# -- lanes ---------------------------------------------------------------------------------
+
+
+def find_lanes(
+    category: Array, thread: Array, device: Ints, stream: Ints, thread_index: ThreadIndex
+) -> Lanes:
+    """Groups events into lanes: by thread on the host, by (device, stream) on devices.
+
+    Args:
+        category: Code of each event's category.
+        thread: Number of its (pid, tid).
+        device: Device index, NULL on the host.
+        stream: Stream, NULL on the host.
+        thread_index: The (pid, tid) of each number.
+    """
+    kind = gather_rows(KIND_OF_CODE, category)
+    on_device = gather_rows(ON_DEVICE, kind)
+    key = thread.astype(np.int64)
+    rows = np.flatnonzero(on_device)
+    if rows.size:
+        _, device_number = np.unique(device[rows], return_inverse=True)
+        streams, stream_rank = np.unique(stream[rows], return_inverse=True)
+        key[rows] = device_number * len(streams) + stream_rank
+    key = key * len(KINDS) + kind
+    _, first, lane = np.unique(key, return_index=True, return_inverse=True)
+    described: list[dict[str, Any]] = []
+    for row in first.tolist():
+        pid, tid = thread_index.pairs[int(thread[row])]
+        row_kind, is_device = KINDS[int(kind[row])], bool(on_device[row])
+        stream_number = int(stream[row]) if is_device and stream[row] != NULL else None
+        if is_device:
+            suffix = {"device": "", "device_annotation": " annotations", "device_sync": " syncs"}[
+                row_kind
+            ]
+            name = (
+                "all streams" if stream_number in (None, -1) else f"stream {stream_number}"
+            ) + suffix
+        elif row_kind == "other":
+            name = str(tid) if isinstance(tid, str) and tid else "profiler"
+        elif str(pid) == str(tid):
+            name = "main thread"
+        else:
+            name = thread_index.thread_names.get((pid, tid), "")
+            bracketed = _IN_BRACKETS.match(name)
+            name = bracketed.group(1) if bracketed else name
+            if "autograd" in name:
+                name = f"autograd {tid}"
+            elif _GENERIC_NAME.match(name):
+                name = f"thread {tid}"
+            name = name if str(tid) in name else f"{name} {tid}"
+        described.append(
+            {
+                "kind": row_kind,
+                "process": str(pid),
+                "thread": str(tid),
+                "device": int(device[row]) if is_device and device[row] != NULL else None,
+                "stream": stream_number,
+                "name": name,
+            }
+        )
+    order = sorted(range(len(described)), key=lambda at: _get_sort_key(described[at]))
+    renumbered = np.empty(len(order), dtype=np.int64)
+    renumbered[order] = np.arange(len(order))
+    lane = gather_rows(renumbered, lane) if order else lane.astype(np.int64)
+    return Lanes(lane, ~on_device, [described[index] for index in order])
+
+
+def _get_sort_key(lane: dict[str, Any]) -> tuple[Any, ...]:
+    """Sorts host threads first (main thread on top), then devices by stream, then the rest."""
+    if lane["kind"] == "host":
+        return (
+            0,
+            _get_natural_sort_key(lane["process"]),
+            lane["name"] != "main thread",
+            _get_natural_sort_key(lane["thread"]),
+        )
+    if lane["kind"] == "other":
+        return (2, lane["process"], lane["thread"])
+    device = -1 if lane["device"] is None else lane["device"]
+    stream = -1 if lane["stream"] is None else lane["stream"]
+    return (1, device, stream, KINDS.index(lane["kind"]))
+
+
+def _get_natural_sort_key(text: str) -> tuple[int, str]:
+    try:
+        return int(text), text
+    except ValueError:
+        return 2**63, text
+
+
+def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Array) -> pl.DataFrame:
+    """Builds the `lanes` frame: event counts and busy times; threads that run the backward pass are
+    named so.
+
+    Args:
+        lanes: From `find_lanes`.
+        start: Starts in time order.
+        nested_end: Ends, clipped to parents.
+        autograd: Whether an event is an evaluation of the autograd engine.
+    """
+    count = len(lanes.rows)
+    order = compute_stable_order(lanes.lane)
+    bounds = np.cumsum(np.concatenate([[0], np.bincount(lanes.lane, minlength=count)]))
+    rows = []
+    for lane, described in enumerate(lanes.rows):
+        members = order[bounds[lane] : bounds[lane + 1]]
+        busy_ns = 0  # covered by spans, which are sorted by start
+        if len(members):
+            span_start, end = start[members], nested_end[members]
+            span_start[1:] = np.maximum(span_start[1:], np.maximum.accumulate(end)[:-1])
+            busy_ns = int(np.maximum(end - span_start, 0).sum())
+        row = {"lane": lane, **described, "events": len(members), "busy_ns": busy_ns}
+        if (
+            described["kind"] == "host"
+            and described["name"].startswith("thread ")
+            and autograd[members].any()
+        ):
+            row["name"] = f"autograd {described['thread']}"
+        rows.append(row)
+    return pl.DataFrame(rows, schema=SCHEMAS["lanes"])
+
+
+# -- files in which somebody merged the recordings of several ranks -------------------------
+
+
+def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]:
+    """Returns the content and the number of each rank of a file; of nearly every file that is the
+    file itself.
+
+    Raises:
+        InputError: `merged-ranks`: nothing says whose work that of the GPUs is.
+    """
+    columns = decoded.columns
+    pairs = list(columns.places)
+    owner_of: dict[Any, Any] = {pid: _find_label(pid, columns) for pid, _ in pairs}
+    owners = sorted({label for label in owner_of.values() if label})
+    ranks = _number_ranks(owners)
+    if len(owners) < 2:  # no labels: by the processes that the profiler itself called the CPU's
+        owners = [pid for pid in owner_of if "CPU" in columns.process_texts.get(pid, ())]
+        owner_of = dict(zip(owners, owners, strict=True))
+        ranks = owners if set(owners) == set(range(len(owners))) else [None] * len(owners)
+    if len(owners) < 2 or not columns.rows:
+        return [(decoded, None)]
+    owner_of_place = np.array(
+        [owners.index(owner_of[pid]) if owner_of.get(pid) in owners else -1 for pid, _ in pairs]
+    )
+    tables = {
+        table: {name: columns.take(table, name, None) for name in list(parts)}
+        for table, parts in columns.tables.items()
+        if table != "halves"
+    }
+    spans = tables["spans"]
+    spans["duration"] = spans["duration"].copy()
+    columns.pair_halves(spans["duration"])
+    owner = gather_rows(owner_of_place, spans["place"])
+    _assign_by_position(owner, spans["category"], len(owners), path)
+    found: list[tuple[Decoded, int | None]] = []
+    for number, rank in enumerate(ranks):
+        damage = DamageLog() if found else decoded.damage
+        part = Columns(damage)
+        part.texts = columns.texts
+        part.unknown_categories = {} if found else columns.unknown_categories
+        own = [
+            tuple(map(_remove_label, pair)) if owner_of_place[at] == number else pair
+            for at, pair in enumerate(pairs)
+        ]
+        new_place = np.array([part.places[pair] for pair in own], dtype=np.int32)
+        part.thread_names = {
+            pair: columns.thread_names[pairs[at]]
+            for at, pair in enumerate(own)
+            if pairs[at] in columns.thread_names and owner_of_place[at] in {number, -1}
+        }
+        new_row = np.cumsum(owner == number, dtype=np.uint32) - 1
+        for table, values in tables.items():
+            if "row" in values or table == "spans":
+                mine = (owner[values["row"]] if "row" in values else owner) == number
+            else:  # what is of no process, such as an instant of the file, goes to the first rank
+                at_place = gather_rows(owner_of_place, values["place"])
+                mine = (at_place if table == "flows" else np.maximum(at_place, 0)) == number
+            new = {"place": new_place, "row": new_row}
+            part.tables[table] = {
+                name: [new[name][column[mine]] if name in new else column[mine]]
+                for name, column in values.items()
+            }
+            part.entries += 0 if "row" in values else int(mine.sum())
+        part.rows = int((owner == number).sum())
+        info = {"distributedInfo": {**md.get_distributed_info(decoded.metadata), "rank": rank}}
+        size = decoded.size * part.rows // max(len(owner), 1)
+        content = {"columns": part, "damage": damage, "metadata": {**decoded.metadata, **info}}
+        found.append((structs.replace(decoded, **content, size=size), rank))
+    return found
+
+
+def _find_label(pid: Any, columns: Columns) -> Label:
+    """Returns the label of a process: of its id, else the only one among its names."""
+    if label := _read_label(str(pid)):
+        return label
+    labels = {_read_label(text) for text in columns.process_texts.get(pid, ())} - {()}
+    return labels.pop() if len(labels) == 1 else ()
+
+
+def _read_label(text: str) -> Label:
+    return tuple((kind.lower(), int(number)) for kind, number in _LABEL.findall(text))
+
+
+def _remove_label(part: Any) -> Any:
+    """Returns a process or thread id as it was before it was labelled."""
+    if not isinstance(part, str) or not _LABEL.search(part):
+        return part
+    return _LABEL.sub("", part).strip(_AROUND)
+
+
+def _number_ranks(labels: list[Label]) -> list[int | None]:
+    """Returns the rank that each label stands for: the first of its numbers that no two share; else
+    its place in the usual order of groups, in which tensor-parallel ranks are neighbours.
+    """
+    numbers = [dict(label) for label in labels]
+    for kind in ("rank", "tp", "dp", "ep", "pp"):
+        values = [number.get(kind) for number in numbers]
+        if None not in values and len(set(values)) == len(values):
+            return values
+    keys = [[number.get(kind, 0) for kind in ("pp", "dp", "ep", "tp")] for number in numbers]
+    return [sorted(keys).index(key) for key in keys]
+
+
+def _assign_by_position(owner: Ints, category: Array, count: int, path: str) -> None:
+    """Gives the spans of no process, such as those of GPUs, to the rank whose part of the file they
+    are in.
+
+    Raises:
+        InputError: `merged-ranks`: the file has no such parts.
+    """
+    unknown = np.flatnonzero(owner < 0)
+    known = np.flatnonzero(owner >= 0)
+    if not unknown.size or not known.size:
+        return
+    in_parts = np.count_nonzero(np.diff(owner[known])) < count
+    is_work = gather_rows(_IS_WORK, category[unknown])
+    if is_work.any() and not in_parts:
+        raise InputError(
+            f"the file holds the recordings of {count} processes, and nothing says which of them "
+            "launched the work of its GPUs",
+            slug="merged-ranks",
+            where=path,
+            hint="give the files that it was merged from",
+        )
+    # Work stands behind the host's events, or before them.
+    before = is_work.any() and unknown[is_work][0] < known[0]
+    spot = np.searchsorted(known, unknown) - (0 if before else 1)
+    owner[unknown] = owner[known[np.clip(spot, 0, known.size - 1)]]

@@ -1,6 +1,5 @@
 """Recordings of made runs whose figures are known in closed form."""
 
-import json
 import random
 from dataclasses import dataclass
 from statistics import median
@@ -98,98 +97,78 @@ def build_faulty(seed: int, fault: str) -> KnownRun:
             `lost`: they have no times; `overrun`: they seem to go on for long; `wait`: the wait
             returns late; `early`: kernels are launched after they began.
     """
-    chance = random.Random(seed)  # noqa: S311  (no secret)
-    lengths = [chance.randint(50, 400) for _ in range(chance.randint(3, 12))]
-    count, idle_us = chance.randint(5, 32), chance.randint(100, 600)
-    wrong = {step: chance.randrange(1, len(lengths)) for step in chance.sample(range(count), 2)}
-    builder, host_ns, largest_us, start, busy_us = TraceBuilder(), [], 0.0, 1000.0, 0
-    for step in range(count):
-        device, late = start + 40, 0.0
-        for index, length in enumerate(lengths):
-            off = dict.fromkeys(FAULTS_US, 0.0)
-            if wrong.get(step) == index:
-                off[fault] = round(chance.uniform(*FAULTS_US[fault]), 1)
-            number, recorded = step * len(lengths) + index, 0 if off["lost"] else 1
-            called = device + off["early"] if off["early"] else start + 2 + 3 * index
-            builder.op("aten::mm", called - 1, 2.5).launch(
-                "cudaLaunchKernel", called, 1, correlation=number
-            )
-            builder.kernel(
-                f"gemm_{index}",
-                recorded * (device - off["overlap"]),
-                recorded * (length + off["overlap"] + off["overrun"]),
-                correlation=number,
-            )
-            device, busy_us = device + length, busy_us + recorded * length
-            late, largest_us = late + off["wait"], max(largest_us, off[fault])
-        builder.launch(
-            "cudaDeviceSynchronize",
-            start + 39,
-            device + late - start - 34,
-            correlation=step - count,
-        )
-        host_ns.append(round((device + late + idle_us - start) * 1000))
-        builder.step(step, start, host_ns[-1] / 1000)
-        start += host_ns[-1] / 1000
-    return KnownRun(builder, host_ns, host_ns, busy_us * 1000, len(wrong), round(largest_us * 1000))
+    return build_ranks(seed, 1, fault)[0]
 
 
-def build_ranks(seed: int) -> list[KnownRun]:
-    """Builds the recordings of the ranks of a job, which run the same program, with the same ids,
-    and meet in an all-reduce for which they wait for the one whose kernels are the slowest.
+def build_ranks(seed: int, world: int, fault: str | None = None) -> list[KnownRun]:
+    """Builds the same for the ranks of a job, which run the same program, with the same ids, and
+    meet in an all-reduce for which they wait for the one whose kernels are the slowest.
 
     `busy_ns` is the time in which their kernels compute.
     """
     chance = random.Random(seed)  # noqa: S311  (no secret)
-    world, steps, kernels = chance.randint(2, 6), chance.randint(3, 5), chance.randint(2, 6)
-    straggler, has_one_device = chance.randrange(world), chance.random() < 0.5
-    step_us, runs = 300 + kernels * 80, []
+    lengths = [chance.randint(50, 400) for _ in range(chance.randint(3, 12))]
+    count, idle_us = chance.randint(5, 32), chance.randint(100, 600)
+    wrong = {step: chance.randrange(1, len(lengths)) for step in chance.sample(range(count), 2)}
+    slowest, one_device, runs = chance.randrange(world), chance.random() < 0.5, []
     for rank in range(world):
         builder = TraceBuilder(rank, world, devices=world, process=4000 + rank, base_ns=17 * 10**17)
-        length = 70 if rank == straggler else 40 + chance.randint(0, 4)
-        where: dict[str, Any] = {"device": 0 if has_one_device else rank}
-        collective = where | builder.collective_args("allreduce", "0", world, 1024, "Float")
-        for step in range(steps):
-            start, first = step * step_us, step * (kernels + 1)
-            builder.step(step, start, step_us)
-            for index in range(kernels + 1):
-                called, number = start + 10 + 15 * index, first + index
-                builder.op("aten::mm", called, 12, external_id=number)
-                builder.launch("cudaLaunchKernel", called + 2, 6, correlation=number)
-                if index < kernels:
-                    at = start + 100 + index * 80
-                    builder.kernel("gemm", at, length, correlation=number, **where)
-            met, last = start + step_us - 100, at + length
-            name = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-            builder.kernel(name, last, met - last, correlation=number, stream=20, **collective)
-        host_ns = [step_us * 1000] * steps
-        runs.append(KnownRun(builder, host_ns, host_ns, length * kernels * steps * 1000))
+        host_ns, largest_us, start, busy_us = [], 0.0, 1000.0, 0
+        where: dict[str, Any] = {"device": 0 if one_device else rank}
+        for step in range(count):
+            device, late, first = start + 60, 0.0, step * (len(lengths) + 1)
+            met = device + sum(lengths) + 31 * len(lengths)
+            for index, fastest in enumerate(lengths):
+                length = fastest + 30 * (rank == slowest)
+                off = dict.fromkeys(FAULTS_US, 0.0)
+                if fault and wrong.get(step) == index:
+                    off[fault] = round(chance.uniform(*FAULTS_US[fault]), 1)
+                    largest_us = max(largest_us, off[fault])
+                called = device + off["early"] if off["early"] else start + 2 + 3 * index
+                builder.op("aten::mm", called - 1, 2.5, external_id=first + index).launch(
+                    "cudaLaunchKernel", called, 1, correlation=first + index
+                )
+                recorded = 0 if off["lost"] else 1
+                begun, ran = device - off["overlap"], length + off["overlap"] + off["overrun"]
+                builder.kernel(
+                    f"gemm_{index}",
+                    recorded * begun,
+                    recorded * ran,
+                    correlation=first + index,
+                    **where,
+                )
+                device, busy_us, late = (
+                    device + length,
+                    busy_us + recorded * length,
+                    late + off["wait"],
+                )
+            if world > 1:
+                number, args = (
+                    first + len(lengths),
+                    builder.collective_args("allreduce", "0", world, 1024, "Float"),
+                )
+                builder.launch("cudaLaunchKernel", start + 50, 1, correlation=number).kernel(
+                    "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
+                    device,
+                    met - device,
+                    correlation=number,
+                    stream=20,
+                    **where,
+                    **args,
+                )
+                device = met
+            builder.launch(
+                "cudaDeviceSynchronize",
+                start + 55,
+                device + late - start - 50,
+                correlation=step - count,
+            )
+            host_ns.append(round((device + late + idle_us - start) * 1000))
+            builder.step(step, start, host_ns[-1] / 1000)
+            start += host_ns[-1] / 1000
+        runs.append(
+            KnownRun(
+                builder, host_ns, host_ns, busy_us * 1000, len(wrong), round(largest_us * 1000)
+            )
+        )
     return runs
-
-
-def merge_ranks(runs: list[KnownRun], how: str) -> dict[str, Any]:
-    """Returns one document with the events of all ranks, as mergers write it.
-
-    Args:
-        runs: Of the ranks, in their order.
-        how: `label`: before each process id, as SGLang does; `name`: of processes that are numbered
-            anew; `list`: the lists of events one after the other, as they are; `rank`: each event
-            with its rank as process.
-    """
-    events: list[dict[str, Any]] = []
-    for rank, run in enumerate(runs):
-        own = [json.loads(text) for text in run.builder.events()]
-        names = {4000 + rank: "CPU", rank: f"GPU {rank}"} if how in {"list", "rank"} else {}
-        own += [
-            {"ph": "M", "name": name, "pid": pid, "args": {"name": "python", "labels": label}}
-            for pid, label in names.items()
-            for name in ("process_name", "process_labels")
-        ]
-        for event in own:
-            numbered = {"label": f"[TP{rank:02d}-EP00] {event['pid']}", "list": event["pid"]}
-            event["pid"] = numbered.get(how, rank + (how == "name"))
-        if how == "name":
-            args = {"name": f"Rank {rank}"}
-            own.append({"ph": "M", "name": "process_name", "pid": rank + 1, "args": args})
-        events += own
-    return {**runs[0].builder.header(), "traceEvents": events}
