@@ -14,6 +14,7 @@ from support.longest_paths import (
     SUBJECTS,
     MadeJob,
     Recipe,
+    make_effects,
     measure_error,
     random_recipe,
     without_delay,
@@ -81,9 +82,9 @@ def test_no_false_answer_about_a_made_job_is_trusted(
 ) -> None:
     job = MadeJob(random_recipe(seed, subject))
     graph = link_session(traceloom.load(job.write(tmp_path)))
-    plan, window = Plan(graph), job.evaluate()
+    plan, window = Plan(graph), job.window
     answers = 0
-    for effect in EFFECTS:
+    for effect in make_effects(job):
         try:
             found = whatif(graph, [parse(effect.text)], plan=plan)
         except UsageError:  # it has nothing of the kind
@@ -128,7 +129,7 @@ def test_synchronisations_that_hold_each_other_up_save_what_both_cost(
     )
     removal = next(effect for effect in EFFECTS if effect.text == "syncs remove")
     # Of the steps alone; the window has a beginning and an end
-    assert told == pytest.approx(job.true_saving(removal) / job.evaluate(), rel=0.25, abs=0.015)
+    assert told == pytest.approx(job.true_saving(removal) / job.window, rel=0.25, abs=0.015)
 
 
 @pytest.mark.sampled(2)
@@ -137,7 +138,7 @@ def test_synchronisations_that_hold_each_other_up_save_what_both_cost(
 def test_chance_is_not_sold_as_the_delay_of_a_rank(tmp_path: Path, seed: int, slow: float) -> None:
     recipe = Recipe(seed, ranks=4, layers=2, kernel_us=8.0, op_us=14.0, reduce=True, spread=0.5)
     job = MadeJob(replace(recipe, slow=slow))
-    effect, window = without_delay(slow), job.evaluate()
+    effect, window = without_delay(job), job.window
     found = whatif(link_session(traceloom.load(job.write(tmp_path))), [parse(effect.text)])
     true = job.true_saving(effect)
     assert found.saved_ns / 1000 == pytest.approx(true, abs=0.02 * window)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 _GEMM = "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_execute_kernel__5x_cublas"
@@ -31,8 +33,11 @@ class Recipe:
         late_us: How much later each rank begins than the one before.
         spread: Times are so far from their middle at most, as a share of it.
         slow: The host of rank 1 takes so many times as long.
+        uneven: Its kernels take so many times as long.
         workers: Processes of the data loader; 0 for none.
-        batch_us: What a worker takes for a batch.
+        batch_us: What a worker takes for a batch; the step itself where there is none.
+        beside: The batches that the step makes itself are made by so many workers instead.
+        warm: Steps before those that are recorded.
         thread: Whether the backward pass runs on a thread of its own.
         exchange: Layers between which ranks exchange; 0 for none.
         overlapped: Whether one more operator is launched before the exchange is waited for.
@@ -55,9 +60,12 @@ class Recipe:
     op_us: float = 12.0
     late_us: float = 0.0
     slow: float = 1.0
+    uneven: float = 1.0
     spread: float = 0.06
     workers: int = 0
     batch_us: float = 0.0
+    beside: int = 0
+    warm: int = 0
     thread: bool = True
     exchange: int = 0
     overlapped: bool = False
@@ -75,58 +83,251 @@ class Recipe:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """Something that takes time; `after` and `until` are (node, whether its end counts, delay)."""
+    """Something that takes time; `after` and `until` are (node, whether its end counts, delay).
+
+    Attributes:
+        kind: What it is: of the host, of the device, or a time that is not recorded.
+        stream: That of work of the device.
+        call: What submitted it.
+        submits: What it submits.
+        around: The numbers of the operators that it is in.
+    """
 
     kind: str
     work: float
-    after: list[tuple[Node, bool, float]] = field(default_factory=list)
-    until: list[tuple[Node, bool, float]] = field(default_factory=list)
+    after: list[Wait] = field(default_factory=list)
+    until: list[Wait] = field(default_factory=list)
     name: str = ""
     rank: int = -1
+    step: int = -1
+    stream: int = -1
+    call: Node | None = None
+    submits: Node | None = None
+    around: tuple[int, ...] = ()
     start: float = 0.0
     end: float = 0.0
 
 
+Wait = tuple[Node, bool, float]
+
+
+def _keep_delay(_node: Node, _source: Node, delay: float) -> float:
+    return delay
+
+
 @dataclass(frozen=True)
 class Effect:
-    """The effect of a change: factors by kind of node, and kinds that no longer wait."""
+    """The effect of a change.
+
+    Attributes:
+        text: The change.
+        factor: Of the work of each node.
+        waits: Whether the end of a node waits for another one.
+        delay: Of each wait.
+        after: What the beginning of a node waits for.
+        recipe: The job is another one.
+    """
 
     text: str
     factor: Callable[[Node], float] = lambda node: 1.0
-    waits: Callable[[Node], bool] = lambda node: True
-    delay: Callable[[Node, float], float] = lambda node, delay: delay
+    waits: Callable[[Node, Node], bool] = lambda node, source: True
+    delay: Callable[[Node, Node, float], float] = _keep_delay
+    after: Callable[[Node], list[Wait]] = lambda node: node.after
+    recipe: Recipe | None = None
 
 
 SLOW_RANK = 1
 _HOST = ("op", "think", "launch", "sync", "next")
+_DEVICE = ("kernel", "copy")
+_OPTIMIZER = "multi_tensor_apply_kernel"
 
 
 def _scaled(text: str, kinds: tuple[str, ...], factor: float, name: str = "") -> Effect:
     return Effect(text, lambda node: factor if node.kind in kinds and name in node.name else 1.0)
 
 
+def _not_awaited(text: str, *kinds: str) -> Effect:
+    """Nothing on the host waits for this work."""
+    return Effect(text, waits=lambda node, source: node.kind != "sync" or source.kind not in kinds)
+
+
 EFFECTS = (
     _scaled("kernels * 0.5", ("kernel",), 0.5),
     _scaled("kernels ~ gemm * 0.5", ("kernel",), 0.5, "gemm"),
     _scaled("kernels * 1.5", ("kernel",), 1.5),
+    _scaled("kernels remove", ("kernel",), 0.0),
     _scaled("copies * 0.5", ("copy",), 0.5),
+    _scaled("copies remove", ("copy",), 0.0),
+    _scaled("gpu * 0.5", _DEVICE, 0.5),
     _scaled("host * 0.5", _HOST, 0.5),
     _scaled("host * 0.8", _HOST, 0.8),
     _scaled("ops * 0.5", ("op", "next"), 0.5),
+    _scaled("ops ~ aten remove", ("op", "next"), 0.0, "aten"),
+    _scaled("think remove", ("think",), 0.0),
+    _scaled("launches * 0.5", ("launch",), 0.5),
+    _scaled("launches remove", ("launch",), 0.0),
+    _scaled("syncs * 0.5", ("sync",), 0.5),
     _scaled("network * 2", ("transfer",), 0.5),
+    _scaled("collectives * 1.5", ("transfer",), 1.5),
     _scaled("collectives remove", ("transfer",), 0.0),
     _scaled("loading * 0.5", ("batch", "next"), 0.5),
-    Effect("syncs remove", waits=lambda node: node.kind != "sync"),
-    Effect("copies async", waits=lambda node: node.name != "cudaStreamSynchronize"),
+    Effect("syncs remove", waits=lambda node, source: node.kind != "sync"),
+    _not_awaited("copies async", "copy"),
+    _not_awaited("gpu async", *_DEVICE),
+    _not_awaited("collectives async", "collective"),
 )
+"""Changes whose effect is the same on every job."""
 
 
-def without_delay(slow: float) -> Effect:
-    """The slow rank is as fast as the others."""
+def make_effects(job: MadeJob) -> list[Effect]:
+    """Returns the effects of all changes on a job."""
+    effects = [
+        *EFFECTS,
+        *(_overlapped(job, f"{what} overlap", kinds) for what, kinds in _OVERLAPPED.items()),
+        _without_idle("idle remove", range(job.recipe.ranks)),
+        _without_idle(f"rank {SLOW_RANK} idle remove", (SLOW_RANK,)),
+        _fused("kernels fuse", ("kernel",)),
+        _fused("gpu fuse", _DEVICE),
+        _submitted_once(job, "kernels graph", ("kernel",)),
+        _submitted_once(job, "gpu graph", _DEVICE),
+    ]
+    if job.recipe.ranks > 1:
+        effects += [_balanced(job, "kernels balance", ("kernel",)), without_delay(job)]
+    if job.recipe.batch_us and not job.recipe.workers:
+        effects += [
+            Effect(f"loading workers {count}", recipe=replace(job.recipe, beside=count))
+            for count in (1, 2, 4)
+        ]
+    return effects
+
+
+_OVERLAPPED = {"collectives": ("collective",), "copies": ("copy",)}
+
+
+def without_delay(job: MadeJob) -> Effect:
+    """The slow rank begins when the middle one of the others does, and is as fast as they are."""
+    recipe = job.recipe
+    begins = {node.rank: node for node in job.nodes if node.kind == "before"}
+    middle = median(node.work for rank, node in begins.items() if rank != SLOW_RANK)
+    begun = begins[SLOW_RANK].work
+    factors = {
+        **dict.fromkeys(_HOST, 1 / recipe.slow),
+        "kernel": 1 / recipe.uneven,
+        "before": min(middle / begun, 1.0),
+    }
     return Effect(
         f"rank {SLOW_RANK} delay remove",
-        lambda node: 1 / slow if node.rank == SLOW_RANK and node.kind in _HOST else 1.0,
+        lambda node: factors.get(node.kind, 1.0) if node.rank == SLOW_RANK else 1.0,
     )
+
+
+def _overlapped(job: MadeJob, text: str, kinds: tuple[str, ...]) -> Effect:
+    """What waits for such work on the device waits for what that waited for on the device, but for
+    the optimizer, which waits for all of it in its step.
+    """
+    hidden: dict[tuple[int, int], list[Wait]] = {}
+    for node in job.nodes:
+        if node.kind in kinds:
+            hidden.setdefault((node.rank, node.step), []).append((node, True, 0.0))
+
+    def after(node: Node) -> list[Wait]:
+        if node.name == _OPTIMIZER:
+            before = [
+                wait for wait in hidden.get((node.rank, node.step), []) if precedes(wait[0], node)
+            ]
+            return [*node.after, *before]
+        if node.kind not in _DEVICE or node.kind in kinds:
+            return node.after
+        waits: list[Wait] = []
+        for source, of_end, delay in node.after:
+            if source.kind in kinds and of_end:
+                waits += [wait for wait in after(source) if wait[0].kind != "launch"]
+            else:
+                waits.append((source, of_end, delay))
+        return waits
+
+    number = {id(node): index for index, node in enumerate(job.nodes)}
+
+    def precedes(one: Node, other: Node) -> bool:
+        return number[id(one)] < number[id(other)]
+
+    return Effect(text, after=after)
+
+
+def _without_idle(text: str, ranks: Collection[int]) -> Effect:
+    """Host and launches cost nothing; the device keeps its order, without pauses."""
+
+    def delay(node: Node, source: Node, us: float) -> float:
+        launched = node.call is source or (source.stream == node.stream and source.stream >= 0)
+        handed = node.kind in (*_HOST, "awaiting")
+        return 0.0 if node.rank in ranks and (launched or handed) else us
+
+    return Effect(
+        text, lambda node: 0.0 if node.kind in _HOST and node.rank in ranks else 1.0, delay=delay
+    )
+
+
+def _is_behind(node: Node, source: Node, kinds: tuple[str, ...]) -> bool:
+    """Whether both are such work, and neighbours on a stream."""
+    same = source.stream == node.stream and source.rank == node.rank
+    return same and source.kind in kinds and node.kind in kinds
+
+
+def _fused(text: str, kinds: tuple[str, ...]) -> Effect:
+    """No pause between neighbours on a stream, and the calls of all but the first are free; none
+    begins before its call.
+    """
+
+    def is_inner(node: Node) -> bool:
+        work = node.submits
+        return work is not None and any(_is_behind(work, wait[0], kinds) for wait in work.after)
+
+    return Effect(
+        text,
+        lambda node: 0.0 if node.kind == "launch" and is_inner(node) else 1.0,
+        delay=lambda node, source, us: 0.0 if _is_behind(node, source, kinds) else us,
+    )
+
+
+def _submitted_once(job: MadeJob, text: str, kinds: tuple[str, ...]) -> Effect:
+    """Of each rank and step only the first call, and the operators around it, take time."""
+    free: set[int] = set()
+    around: set[int] = set()
+    begun: dict[tuple[int, int], Node] = {}
+    for node in job.nodes:
+        if node.submits is None or node.submits.kind not in kinds:
+            continue
+        if begun.setdefault((node.rank, node.step), node) is not node:
+            free.add(id(node))
+            around.update(node.around)
+    around.difference_update(*(node.around for node in begun.values()))
+
+    def factor(node: Node) -> float:
+        inside = node.kind == "op" and node.around and node.around[-1] in around
+        return 0.0 if inside or id(node) in free else 1.0
+
+    return Effect(
+        text,
+        factor,
+        delay=lambda node, source, us: min(us, 1.0) if _is_behind(node, source, kinds) else us,
+    )
+
+
+def _balanced(job: MadeJob, text: str, kinds: tuple[str, ...]) -> Effect:
+    """Work of a name takes as long in each step on every rank."""
+    sums: dict[tuple[int, str], dict[int, float]] = {}
+    for node in job.nodes:
+        if node.kind in kinds:
+            ranks = sums.setdefault((node.step, node.name), {})
+            ranks[node.rank] = ranks.get(node.rank, 0.0) + node.work
+
+    def factor(node: Node) -> float:
+        if node.kind not in kinds:
+            return 1.0
+        ranks = sums[node.step, node.name]
+        return mean(ranks.values()) / ranks[node.rank]
+
+    return Effect(text, factor)
 
 
 class MadeJob:
@@ -141,7 +342,6 @@ class MadeJob:
         for rank in range(recipe.ranks):
             self._events.append([])
             _Program(self, rank).write()
-        self.evaluate()
 
     def draw(self, us: float) -> float:
         """A time near this one."""
@@ -170,12 +370,12 @@ class MadeJob:
         effect = effect or Effect("")
         points: dict[tuple[int, bool], list[tuple[int, bool]]] = {}
         missing: dict[tuple[int, bool], int] = {}
-        into: dict[tuple[int, bool], list[tuple[Node | None, bool, float]]] = {}
+        into: dict[tuple[int, bool], list[Wait]] = {}
         number = {id(node): index for index, node in enumerate(self.nodes)}
         for index, node in enumerate(self.nodes):
-            until = node.until if effect.waits(node) else []
-            for end, sources in ((False, node.after), (True, [(node, False, 0.0), *until])):
-                into[index, end] = sources  # type: ignore[assignment]
+            until = [wait for wait in node.until if effect.waits(node, wait[0])]
+            for end, sources in ((False, effect.after(node)), (True, [(node, False, 0.0), *until])):
+                into[index, end] = sources
                 missing[index, end] = len(sources)
                 for source, of_end, _ in sources:
                     points.setdefault((number[id(source)], of_end), []).append((index, end))
@@ -186,9 +386,9 @@ class MadeJob:
             done += 1
             node = self.nodes[index]
             times = [
-                (source.end if of_end else source.start) + effect.delay(node, delay)
+                (source.end if of_end else source.start) + effect.delay(node, source, delay)
                 for source, of_end, delay in into[index, end]
-                if source is not None and source is not node
+                if source is not node
             ]
             if end:
                 own = node.start + node.work * effect.factor(node)
@@ -201,17 +401,24 @@ class MadeJob:
                     ready.append(point)
         if done != len(missing):
             raise ValueError("the parts of a made job wait for each other in a circle")
-        seen = [node for node in self.nodes if node.kind not in ("before", "batch", "transfer")]
+        hidden = ("before", "batch", "transfer")
+        seen = [node for node in self.nodes if node.kind not in hidden and node.step >= 0]
         return max(node.end for node in seen) - min(node.start for node in seen)
 
     def true_saving(self, effect: Effect) -> float:
         """What the change saves, us."""
-        after = self.evaluate(effect)
-        return self.evaluate() - after
+        changed = MadeJob(effect.recipe).evaluate() if effect.recipe else self.evaluate(effect)
+        return self.window - changed
+
+    @cached_property
+    def window(self) -> float:
+        """The time from the first to the last node that is recorded, us."""
+        return self.evaluate()
 
     def write(self, folder: Path) -> Path:
         """Writes a file per rank."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.evaluate()
         world = self.recipe.ranks
         for rank, written in enumerate(self._events):
             shift = _ORIGIN_US + rank * self.recipe.skew_us
@@ -267,14 +474,25 @@ class _Program:
         self.batches: list[Node] = []
         self.asked: list[Node] = []
         self.sequence = 0
+        self.number_of_step = -1
+        self.around: tuple[int, ...] = ()
 
     # -- pieces ----------------------------------------------------------------------------------
+
+    def own(self, node: Node) -> Node:
+        """Says where the program is."""
+        node.rank, node.step, node.around = self.rank, self.number_of_step, self.around
+        return node
+
+    def log(self, category: str, name: str, tid: int, first: Node, last: Node, **args: Any) -> None:
+        """Records a region, but for those before the first step."""
+        if self.number_of_step >= 0:
+            self.job.log(self.rank, category, name, tid, first, last, **args)
 
     def host(self, kind: str, us: float, name: str = "") -> Node:
         """A piece of the current thread's time."""
         slow = self.recipe.slow if self.rank == SLOW_RANK and kind in _HOST else 1.0
-        node = self.job.node(kind, slow * self.job.draw(us), name)
-        node.rank = self.rank
+        node = self.own(self.job.node(kind, slow * self.job.draw(us), name))
         if self.thread in self.last:
             node.after.append((self.last[self.thread], True, 0.0))
         self.last[self.thread] = node
@@ -284,9 +502,7 @@ class _Program:
         """A call of the runtime."""
         node = self.host(kind, us, name)
         self.number += 1
-        self.job.log(
-            self.rank, "cuda_runtime", name, self.thread, node, node, correlation=self.number
-        )
+        self.log("cuda_runtime", name, self.thread, node, node, correlation=self.number)
         return node
 
     def launch(
@@ -302,34 +518,41 @@ class _Program:
         """A call, and its work on the device."""
         called = self.call(call, call_us)
         draw = self.job.draw
-        work = self.job.node(kind, draw(us), name)
+        uneven = self.recipe.uneven if self.rank == SLOW_RANK and kind == "kernel" else 1.0
+        work = self.own(self.job.node(kind, uneven * draw(us), name))
+        work.stream, work.call, called.submits = stream, called, work
         work.after = [(called, False, draw(5.0)), *self.held.pop(stream, [])]
         if stream in self.on_stream:
             work.after.append((self.on_stream[stream], True, draw(1.1)))
         self.on_stream[stream] = work
         category = "gpu_memcpy" if kind == "copy" else "kernel"
         about = {"correlation": self.number, "stream": stream, "device": 0, "context": 1, **args}
-        self.job.log(self.rank, category, name, stream, work, work, **about)
+        self.log(category, name, stream, work, work, **about)
         return work
 
     def op(
         self, name: str, inside: Callable[[], Any], category: str = "cpu_op", **args: Any
     ) -> Any:
         """An operator around something."""
+        outside = self.around
+        self.number += 1
+        if category == "cpu_op":
+            self.around = (*outside, self.number)
         first = self.host("op", self.recipe.op_us / 2, name)
         result = inside()
         last = self.host("op", self.recipe.op_us / 2, name)
-        self.job.log(self.rank, category, name, self.thread, first, last, **args)
+        self.around = outside
+        self.log(category, name, self.thread, first, last, **args)
         return result
 
     def record(self, stream: int) -> Node | None:
         """Records an event on a stream."""
-        self.call("cudaEventRecord", 1.5)
+        self.call("cudaEventRecord", 1.5, "op")
         return self.on_stream.get(stream)
 
     def wait(self, event: Node | None, stream: int) -> None:
         """Lets a stream wait for an event."""
-        self.call("cudaStreamWaitEvent", 1.5)
+        self.call("cudaStreamWaitEvent", 1.5, "op")
         if event is not None:
             self.held.setdefault(stream, []).append((event, True, self.job.draw(1.3)))
 
@@ -361,14 +584,12 @@ class _Program:
             about |= {"Src Rank": key[1], "Dst Rank": key[2]}
 
         def inside() -> Node | None:
-            before = self.record(COMPUTE)
+            before, begun = self.record(COMPUTE), self.last[self.thread]
             self.wait(before, stream)
             part = self.launch(
                 _NCCL.format(kernel), 0.0, stream, "collective", call="cudaLaunchKernelExC", **about
             )
-            self.job.log(
-                self.rank, "user_annotation", named, self.thread, *(self.last[self.thread],) * 2
-            )
+            self.log("user_annotation", named, self.thread, begun, self.last[self.thread])
             self.job.meet(key, self.recipe.transfer_us, part)
             return self.record(stream)
 
@@ -378,36 +599,42 @@ class _Program:
     # -- the job ---------------------------------------------------------------------------------
 
     def write(self) -> None:
-        recipe, job = self.recipe, self.job
-        # Nothing is recorded before the first step: no change touches it
+        recipe = self.recipe
+        # Nothing is recorded before the first step
         start = self.host("before", 20.0 + recipe.late_us * self.rank)
-        for number in range(recipe.steps):
+        for number in range(recipe.warm + recipe.steps):
+            self.number_of_step = number - recipe.warm
+            if self.number_of_step == 0 and number:
+                self.number_of_step = -1
+                start = self.synchronize("cudaDeviceSynchronize", kind="before")
+                self.number_of_step = 0
+            if self.number_of_step > 0:
+                self.host("think", 15.0)
             first = self.host("op", 20.0)
             self.step(number)
-            job.log(
-                self.rank,
-                "user_annotation",
-                f"ProfilerStep#{10 + number}",
-                self.main,
-                first,
-                self.last[self.main],
-            )
+            name = f"ProfilerStep#{10 + number}"
+            self.log("user_annotation", name, self.main, first, self.last[self.main])
         self.synchronize("cudaDeviceSynchronize")
-        job.log(self.rank, "Trace", "PyTorch Profiler (0)", 99, start, self.last[self.main])
+        self.log("Trace", "PyTorch Profiler (0)", 99, start, self.last[self.main])
 
-    def synchronize(self, name: str, streams: tuple[int, ...] | None = None) -> None:
+    def synchronize(
+        self, name: str, streams: tuple[int, ...] | None = None, kind: str = "sync"
+    ) -> Node:
         """Waits for the work of some streams, or of all."""
-        called = self.call(name, 3.0, "sync")
+        called = self.call(name, 3.0, kind)
         called.until = [
             (work, True, self.job.draw(4.0))
             for stream, work in self.on_stream.items()
             if streams is None or stream in streams
         ]
+        return called
 
     def step(self, number: int) -> None:
         recipe = self.recipe
         if recipe.workers:
             self.load(number)
+        elif recipe.batch_us:
+            self.load_within_step(number)
         if recipe.copy_us:
             self.op("aten::to", lambda: self.op("aten::copy_", self.copy))
         arriving = recipe.stages and self.rank > 0
@@ -425,9 +652,11 @@ class _Program:
             self.talk("send", ("12", "pp"), 40, ("message", self.rank, self.rank - 1, number))
         for event in reduced:
             self.wait(event, COMPUTE)
+        update = lambda: self.launch(_OPTIMIZER, recipe.kernel_us / 2, COMPUTE)  # noqa: E731
         self.op(
-            "aten::_fused_adamw_",
-            lambda: self.launch("multi_tensor_apply_kernel", recipe.kernel_us / 2, COMPUTE),
+            "Optimizer.step#AdamW.step",
+            lambda: self.op("aten::_fused_adamw_", update),
+            "user_annotation",
         )
         if recipe.item:
             self.op("aten::item", self.read)
@@ -450,7 +679,28 @@ class _Program:
         waits.until.append((batch, True, draw(8.0)))
         self.asked.append(waits)
         name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
-        self.job.log(self.rank, "user_annotation", name, self.thread, waits, waits)
+        self.log("user_annotation", name, self.thread, waits, waits)
+
+    def load_within_step(self, number: int) -> None:
+        """The next batch, made by the step itself, or by processes beside it that begin one when
+        they are free and it was asked for.
+        """
+        work, beside = self.job.draw(self.recipe.batch_us), self.recipe.beside
+        first, inner, last = [self.host("next", 0.0, name) for name in ("", "aten::stack", "")]
+        if beside:
+            batch = self.job.node("batch", work)
+            if number >= beside:
+                batch.after.append((self.batches[number - beside], True, 0.0))
+            if number >= 2 * beside:
+                batch.after.append((self.asked[number - 2 * beside], True, 0.0))
+            last.until.append((batch, True, 0.0))
+            self.batches.append(batch)
+            self.asked.append(last)
+        else:
+            first.work, inner.work, last.work = 0.3 * work, 0.5 * work, 0.2 * work
+        self.log("cpu_op", "aten::stack", self.thread, inner, inner)
+        name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+        self.log("user_annotation", name, self.thread, first, last)
 
     def copy(self) -> None:
         kind = "Pageable" if self.recipe.pageable else "Pinned"
@@ -584,6 +834,27 @@ def random_recipe(seed: int, about: str) -> Recipe:
             recipe, copy_us=chance.uniform(100, 400), pageable=True, item=chance.random() < 0.3
         ),
         "two synchronisations": replace(recipe, middle=True, item=True, steps=5),
+        "loaded within steps": replace(
+            recipe,
+            batch_us=chance.choice([100.0, 400.0, 1_000.0, 2_500.0]),
+            steps=6,
+            warm=12,
+            item=True,  # each step ends alike, so that the first is like the others
+        ),
+        "slow rank": replace(
+            recipe,
+            ranks=several,
+            reduce=True,
+            slow=chance.uniform(1.0, 1.6),
+            late_us=chance.choice([0.0, 40.0, 200.0]),
+        ),
+        "uneven": replace(
+            recipe,
+            ranks=several,
+            reduce=chance.random() < 0.5,
+            exchange=1,
+            uneven=chance.uniform(1.0, 1.5),
+        ),
     }[about]
 
 
@@ -602,4 +873,7 @@ SUBJECTS = (
     "long calls",
     "blocking copies",
     "two synchronisations",
+    "loaded within steps",
+    "slow rank",
+    "uneven",
 )

@@ -178,20 +178,24 @@ class PlainScenario:
         }
         others = {node for some in calls.values() for node in some} - firsts
 
-        def op_of(node: int) -> tuple[Any, Any]:
-            return self.nodes[node]["rank"], self.nodes[node]["op"]
-
-        around = {op_of(node) for node in others if self.nodes[node]["op"] is not None}
-        kept = firsts | {
-            node
-            for node in range(len(self.nodes))
-            if op_of(node) in {op_of(first) for first in firsts}
-        }
-        for node, row in enumerate(self.nodes):
-            if node in others or (
-                row["kind"] in ("host", "launch") and op_of(node) in around and node not in kept
-            ):
-                self.work[node] = 0
+        for node in others:
+            self.work[node] = 0
+        operators = {node for node, row in enumerate(self.nodes) if row["category"] == "op"}
+        for parts in self._by(operators, "rank", "event").values():
+            rows = [self.nodes[part] for part in parts]
+            span = range(
+                min(row["start_ns"] for row in rows),
+                max(row["start_ns"] + row["duration_ns"] for row in rows),
+            )
+            inside = {
+                node
+                for node in firsts | others
+                if self.nodes[node]["start_ns"] in span
+                and self.nodes[node]["lane"] == rows[0]["lane"]
+            }
+            if inside and not inside & firsts:
+                for part in parts:
+                    self.work[part] = 0
 
     def balance(self, chosen: set[int]) -> None:
         for group in self._by(chosen, "step", "name").values():
@@ -251,16 +255,33 @@ class PlainScenario:
                 )  # never before the job begins
 
     def load_beside(self, chosen: set[int], workers: float) -> None:
-        for group in self._by(range(len(self.nodes)), "rank", "step").values():
-            loads = [node for node in group if node in chosen]
-            loading = sum(self.work[node] for node in loads)
-            low = min(self.nodes[node]["start_ns"] for node in group)
-            high = max(
-                self.nodes[node]["start_ns"] + self.nodes[node]["duration_ns"] for node in group
+        last = max(row["start_ns"] + row["duration_ns"] for row in self.nodes)
+        for of_rank in self._by(chosen, "rank").values():
+            steps = sorted(
+                self._by(of_rank, "step").values(),
+                key=lambda some: min(self.nodes[node]["start_ns"] for node in some),
             )
-            left = max(loading / workers - ((high - low) - loading), 0)
-            for node in loads:
-                self.work[node] = round(self.work[node] * min(left / max(loading, 1), 1.0))
+            begins = [min(self.nodes[node]["start_ns"] for node in some) for some in steps]
+            works = [sum(self.work[node] for node in some) for some in steps]
+            pace = sum(works) / len(works) / workers
+            for node in of_rank:
+                self.work[node] = 0
+            taken = [max(some, key=lambda node: self.nodes[node]["start_ns"]) for some in steps]
+            rest = [*begins, last][1] - begins[0] - works[0]
+            self.work[taken[0]] = max(round(pace - rest), 0)
+            for before, node in pairwise(taken):
+                self.edges.append(
+                    {
+                        "source": before,
+                        "target": node,
+                        "kind": "wait",
+                        "from_end": True,
+                        "to_end": True,
+                        "delay_ns": round(pace),
+                        "residual_ns": 0,
+                    }
+                )
+                self.delay.append(round(pace))
 
     def hide(self, chosen: set[int]) -> None:
         """Take work out of the order of its streams; there is no optimizer here."""
@@ -436,12 +457,20 @@ class RandomJob:
             if draw.random() < 0.5:
                 loads = draw.randint(5, 60)
                 thread.append(
-                    self._node("host", "enumerate(DataLoader)#_Single.__next__", main, loads, **on)
+                    self._node(
+                        "host",
+                        "enumerate(DataLoader)#_Single.__next__",
+                        main,
+                        loads,
+                        event=1_000 + step,
+                        **on,
+                    )
                 )
             for _ in range(draw.randint(2, 5)):
                 op += 1
                 name = draw.choice(["aten::mm", "aten::add", "aten::copy_"])
-                thread.append(self._node("host", name, main, draw.randint(0, 20), op=op, **on))
+                region = {"category": "op", "event": op, "op": op, **on}
+                thread.append(self._node("host", name, main, draw.randint(0, 20), **region))
                 stream = draw.choice([compute, compute, side])
                 kind = "copy" if name == "aten::copy_" else "kernel"
                 for _ in range(draw.randint(1, 2)):
@@ -453,6 +482,8 @@ class RandomJob:
                     work = self._node(kind, draw.choice(names), stream, draw.randint(0, 50), **on)
                     self._edge("launch", call, work, draw.randint(3, 12), from_end=False)
                     self._queue(queued[stream], work)
+                if op % 2:
+                    thread.append(self._node("host", name, main, op, **region))
                 if draw.random() < 0.4:
                     thread.append(self._node("think", "", main, draw.randint(0, 25), **on))
                 if draw.random() < 0.35 and queued[stream]:

@@ -19,7 +19,7 @@ from traceloom.analyze.kernel_rules import WORK_KINDS, KindMatcher, load_built_i
 from traceloom.errors import UsageError
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph
-from traceloom.trace.array_types import Bools
+from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.frames import contains
 
 NODE_TARGETS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -76,7 +76,13 @@ class Selection:
         kinds, _ = NODE_TARGETS[self.target]
         selected = graph.node_mask(*kinds)
         if self.target == "loading":
-            selected &= match_node_names(graph, DATA_LOADING_PATTERN)
+            loaders = graph.node_mask(graph_schema.HOST)
+            loaders &= match_node_names(graph, DATA_LOADING_PATTERN)
+            position, begin, end = locate_regions(graph, loaders)
+            begun, ended = (
+                np.searchsorted(np.sort(bounds), position, side="right") for bounds in (begin, end)
+            )
+            selected &= begun > ended
         if self.pattern:
             selected &= match_node_names(graph, self.pattern)
         if self.ranks:
@@ -146,6 +152,25 @@ def select_event_nodes(graph: Graph, rank: int | None, events: pl.Series) -> Boo
     return mask
 
 
+def locate_regions(graph: Graph, parts: Bools) -> tuple[Ints, Ints, Ints]:
+    """Returns where each node starts, shape (nodes,), and where the recorded region of each of some
+    host nodes begins and ends, on a line on which the lanes follow each other.
+    """
+    nodes = graph.nodes.select(
+        "rank",
+        "event",
+        begin=pl.col("start_ns"),
+        end=pl.col("start_ns") + pl.col("duration_ns"),
+        lane=pl.col("lane").cast(pl.Int64).fill_null(-1),
+    )
+    length = pl.col("end").max() - pl.col("begin").min() + 1
+    line = nodes.with_columns(pl.col("begin", "end") + pl.col("lane") * length)
+    regions = line.filter(pl.Series(parts)).select(
+        pl.col("begin").min().over("rank", "event"), pl.col("end").max().over("rank", "event")
+    )
+    return line["begin"].to_numpy(), regions["begin"].to_numpy(), regions["end"].to_numpy()
+
+
 def match_node_names(graph: Graph, pattern: str) -> Bools:
     """Returns the nodes whose name contains the pattern, or that are communication or kernels of
     that kind; shape (nodes,).
@@ -190,11 +215,12 @@ ASSUMPTIONS = {
     "by name; what most others do not do takes no time",
     "idle": "work is always launched in time: host and launches cost nothing, what the device does stays in order",
     "fuse": "kernels that follow each other on a stream become one: their pauses and all launches but the first go, "
-    "their work stays",
+    "their work and the operators stay",
     "graph": "one launch submits all that a rank does in a step: the calls that launch and the operators around them "
-    "cost nothing but the first",
+    "cost nothing but the first; what else the host does, and waits for, still comes before the work behind it",
     "balance": "kernels of each name take as long on every rank as on the mean one, step by step",
-    "workers": "so many processes make batches beside the step; the step waits only for what they cannot keep up with",
+    "workers": "so many processes make batches beside the step, one after the other at an even pace; the step waits only "
+    "for what they cannot keep up with",
 }
 # Actions without a number
 _ACTIONS_WITHOUT_FACTOR = (

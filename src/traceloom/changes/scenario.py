@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals, subtract_spans
-from traceloom.changes.changes import Change, Selection
+from traceloom.changes.changes import Change, Selection, locate_regions
 from traceloom.errors import UsageError
 from traceloom.graph import ABSENT, Plan, graph as graph_schema
 from traceloom.graph.calibrate import find_overlapping_edges
@@ -84,7 +84,19 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
             "to_end": np.repeat([True, False], [within.size, last.size]),
             "delay_ns": np.concatenate([own_ns[target[within]], np.zeros_like(last)]),
         }
-    ).select(
+    )
+    return add_waits(replace(graph, edges=edges), delay, extra_edges)
+
+
+def add_waits(graph: Graph, delay_ns: Ints, waits: pl.DataFrame) -> tuple[Graph, Ints]:
+    """Returns the graph with some assumed waits for the end of a node, and the delays of all edges.
+
+    Args:
+        graph: The graph.
+        delay_ns: Delay of each of its edges, shape (edges,).
+        waits: source, target, to_end, delay_ns.
+    """
+    extra_edges = waits.select(
         pl.col("source", "target").cast(graph_schema.Node),
         pl.lit("wait", dtype=graph_schema.EdgeKind).alias("kind"),
         pl.lit("assumed", dtype=graph_schema.Evidence).alias("evidence"),
@@ -93,8 +105,8 @@ def set_beside(graph: Graph, hidden: Bools, work_ns: Ints, delay_ns: Ints) -> tu
         "delay_ns",
         pl.lit(0, pl.Int64).alias("residual_ns"),
     )
-    both = pl.concat([edges, extra_edges.select(edges.columns)])
-    return replace(graph, edges=both), np.concatenate([delay, extra_edges["delay_ns"].to_numpy()])
+    both = pl.concat([graph.edges, extra_edges.select(graph.edges.columns)])
+    return replace(graph, edges=both), np.concatenate([delay_ns, waits["delay_ns"].to_numpy()])
 
 
 def find_exposed_time(graph: Graph, nodes: Bools) -> list[Spans]:
@@ -445,20 +457,21 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
     """
     source, target = out.ends()
     launches = out.edges("launch") & selected[target]
-    nodes = out.graph.nodes.select("node", "rank", "step", "op", "start_ns", "kind")
+    nodes = out.graph.nodes.select("node", "rank", "step", "start_ns")
     calls = nodes[np.unique(source[launches])].sort("start_ns", "node")
     first = calls.unique(["rank", "step"], keep="first", maintain_order=True)
     other_calls = calls.join(first, on="node", how="anti")
-    enclosing = (
-        nodes.filter(
-            pl.col("kind").is_in([graph_schema.HOST, graph_schema.LAUNCH])
-            & pl.col("op").is_not_null()
-        )
-        .join(other_calls, on=["rank", "op"], how="semi", nulls_equal=True)
-        .join(first, on=["rank", "op"], how="anti", nulls_equal=True)
+    operators = out.nodes(graph_schema.HOST)
+    operators &= (out.graph.nodes["category"].cast(pl.String).fill_null("") == "op").to_numpy()
+    position, begin, end = locate_regions(out.graph, operators)
+    around_first, around_others = (
+        np.diff(np.searchsorted(np.sort(position[some["node"].to_numpy()]), [begin, end]), axis=0)[
+            0
+        ]
+        for some in (first, other_calls)
     )
     out.work_ns[other_calls["node"].to_numpy()] = 0
-    out.work_ns[enclosing["node"].to_numpy()] = 0
+    out.work_ns[np.flatnonzero(operators)[(around_others > 0) & (around_first == 0)]] = 0
     pauses = out.edges("stream") & selected[source] & selected[target] & ~out.overlapping()
     out.delay_ns[pauses & (out.delay_ns > 0)] = np.minimum(
         out.delay_ns[pauses & (out.delay_ns > 0)], 1_000
@@ -487,8 +500,8 @@ def assign_even_work(out: Scenario, _change: Change, selected: Bools) -> None:
 
 
 def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
-    """Loads data with N processes beside the step: only what they cannot finish in the rest of the
-    step remains.
+    """Loads data with N processes beside the step: a batch is taken no earlier than an N-th of what
+    making one takes after the one before it.
     """
     if selected[out.ends()[1][out.batches()]].any():
         raise UsageError(
@@ -496,20 +509,36 @@ def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
             slug="nothing-chosen",
             hint="twice as many make them in half the time: `loading * 0.5`",
         )
-    steps, step_of = np.unique(compute_rank_step_keys(out.graph), return_inverse=True)
-    loading, end = (np.zeros(steps.size, dtype=np.int64) for _ in range(2))
-    start = np.full(steps.size, np.iinfo(np.int64).max)
-    node_start, durations = (
-        out.graph.nodes[name].to_numpy() for name in ("start_ns", "duration_ns")
+    nodes = out.graph.nodes.select(
+        "node", "rank", "step", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
-    np.add.at(loading, step_of[selected], out.work_ns[selected])
-    np.minimum.at(start, step_of, node_start)
-    np.maximum.at(end, step_of, node_start + durations)
-    remaining = np.maximum(loading / max(change.factor, 1.0) - (end - start - loading), 0)
-    factor = np.minimum(remaining / np.maximum(loading, 1), 1.0)
-    out.work_ns[selected] = np.rint(out.work_ns[selected] * factor[step_of[selected]]).astype(
-        np.int64
+    loads = (
+        nodes.with_columns(pl.Series("work", out.work_ns))
+        .filter(pl.Series(selected))
+        .sort("end_ns", "node")
+        .group_by("rank", "step", maintain_order=True)
+        .agg(pl.col("start_ns").min(), pl.col("node").last(), pl.col("work").sum())
+        .sort("rank", "start_ns")
+        .with_columns(
+            source=pl.col("node").shift(1).over("rank"),
+            delay_ns=pl.col("work").mean().over("rank") / max(change.factor, 1.0),
+            next_ns=pl.col("start_ns").shift(-1).over("rank").fill_null(nodes["end_ns"].max()),
+        )
     )
+    # Batches come at the pace of the processes; before the first one they had the rest of a step
+    rest = pl.col("next_ns") - pl.col("start_ns") - pl.col("work")
+    first = loads.filter(pl.col("source").is_null()).select(
+        "node", remaining=(pl.col("delay_ns") - rest).clip(0).round().cast(pl.Int64)
+    )
+    out.work_ns[selected] = 0
+    out.work_ns[first["node"].to_numpy()] = first["remaining"].to_numpy()
+    waits = loads.drop_nulls("source").select(
+        "source",
+        pl.lit(value=True).alias("to_end"),
+        target="node",
+        delay_ns=pl.col("delay_ns").round().cast(pl.Int64),
+    )
+    out.graph, out.delay_ns = add_waits(out.graph, out.delay_ns, waits)
 
 
 _ACTION_FUNCTIONS: dict[str, Callable[[Scenario, Change, Bools], None]] = {

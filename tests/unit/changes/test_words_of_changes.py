@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import polars as pl
 import pytest
@@ -31,7 +33,7 @@ KINDS_BY_ALGORITHM = {
     "think": {"think"},
     "launches": {"launch"},
     "syncs": {"block"},
-    "loading": {"host", "think"},
+    "loading": {"host"},  # nothing else lies in a region here
 }
 NAMES = (
     "aten::mm",
@@ -51,14 +53,13 @@ def one_of_each() -> Graph:
             "kind": kind,
             "name": name,
             "rank": rank,
-            "start_ns": 0,
+            "start_ns": 10 * at,
             "duration_ns": 8,
+            "event": at,
             "work_ns": 8,
             "residual_ns": 0,
         }
-        for rank in (0, 1, 12)
-        for kind in graph_schema.NODE_KINDS
-        for name in NAMES
+        for at, (rank, kind, name) in enumerate(product((0, 1, 12), graph_schema.NODE_KINDS, NAMES))
     ]
     nodes = pl.DataFrame(
         [row | {"node": at} for at, row in enumerate(rows)],
