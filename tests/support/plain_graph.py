@@ -255,7 +255,6 @@ class PlainScenario:
                 )  # never before the job begins
 
     def load_beside(self, chosen: set[int], workers: float) -> None:
-        last = max(row["start_ns"] + row["duration_ns"] for row in self.nodes)
         for of_rank in self._by(chosen, "rank").values():
             steps = sorted(
                 self._by(of_rank, "step").values(),
@@ -267,6 +266,12 @@ class PlainScenario:
             for node in of_rank:
                 self.work[node] = 0
             taken = [max(some, key=lambda node: self.nodes[node]["start_ns"]) for some in steps]
+            first = self.nodes[taken[0]]
+            last = max(
+                row["start_ns"] + row["duration_ns"]
+                for row in self.nodes
+                if (row["rank"], row["step"]) == (first["rank"], first["step"])
+            )
             rest = [*begins, last][1] - begins[0] - works[0]
             self.work[taken[0]] = max(round(pace - rest), 0)
             for before, node in pairwise(taken):

@@ -76,8 +76,9 @@ class Selection:
         kinds, _ = NODE_TARGETS[self.target]
         selected = graph.node_mask(*kinds)
         if self.target == "loading":
-            loaders = graph.node_mask(graph_schema.HOST)
-            loaders &= match_node_names(graph, DATA_LOADING_PATTERN)
+            loaders = graph.node_mask(graph_schema.HOST) & match_node_names(
+                graph, DATA_LOADING_PATTERN
+            )
             position, begin, end = locate_regions(graph, loaders)
             begun, ended = (
                 np.searchsorted(np.sort(bounds), position, side="right") for bounds in (begin, end)
@@ -156,15 +157,9 @@ def locate_regions(graph: Graph, parts: Bools) -> tuple[Ints, Ints, Ints]:
     """Returns where each node starts, shape (nodes,), and where the recorded region of each of some
     host nodes begins and ends, on a line on which the lanes follow each other.
     """
-    nodes = graph.nodes.select(
-        "rank",
-        "event",
-        begin=pl.col("start_ns"),
-        end=pl.col("start_ns") + pl.col("duration_ns"),
-        lane=pl.col("lane").cast(pl.Int64).fill_null(-1),
-    )
-    length = pl.col("end").max() - pl.col("begin").min() + 1
-    line = nodes.with_columns(pl.col("begin", "end") + pl.col("lane") * length)
+    end = pl.col("start_ns") + pl.col("duration_ns")
+    shift = pl.col("lane").cast(pl.Int64).fill_null(-1) * (end.max() - pl.col("start_ns").min() + 1)
+    line = graph.nodes.select("rank", "event", begin=pl.col("start_ns") + shift, end=end + shift)
     regions = line.filter(pl.Series(parts)).select(
         pl.col("begin").min().over("rank", "event"), pl.col("end").max().over("rank", "event")
     )

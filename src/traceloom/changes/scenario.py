@@ -422,11 +422,8 @@ def reduce_to_median_rank(out: Scenario, change: Change, _selected: Bools) -> No
 
 def find_first_starts(graph: Graph, *kinds: str) -> dict[int, int]:
     """Returns the start of the first node of some kinds on each rank that has one, ns."""
-    nodes = graph.node_mask(*kinds)
-    ranks, rank_index = np.unique(graph.node_ranks[nodes], return_inverse=True)
-    first = np.full(ranks.size, np.iinfo(np.int64).max)
-    np.minimum.at(first, rank_index, graph.nodes["start_ns"].to_numpy()[nodes])
-    return dict(zip(ranks.tolist(), first.tolist(), strict=True))
+    nodes = graph.nodes.filter(pl.Series(graph.node_mask(*kinds)), pl.col("rank").is_not_null())
+    return dict(nodes.group_by("rank").agg(pl.col("start_ns").min()).iter_rows())
 
 
 def remove_launch_delays(out: Scenario, change: Change, selected: Bools) -> None:
@@ -443,12 +440,8 @@ def merge_neighbours(out: Scenario, _change: Change, selected: Bools) -> None:
     source, target = out.ends()
     between = out.edges("stream") & selected[source] & selected[target]
     out.delay_ns[between & (out.delay_ns > 0) & ~out.overlapping()] = 0
-    inner = np.zeros(selected.size, dtype=np.bool_)
-    inner[target[between]] = True
-    launches = out.edges("launch") & inner[target]
-    kinds = out.nodes(graph_schema.LAUNCH)
-    calls = source[launches]
-    out.work_ns[calls[kinds[calls]]] = 0
+    calls = source[out.edges("launch") & np.isin(target, target[between])]
+    out.work_ns[calls[out.nodes(graph_schema.LAUNCH)[calls]]] = 0
 
 
 def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
@@ -456,9 +449,10 @@ def merge_launches(out: Scenario, _change: Change, selected: Bools) -> None:
     the first.
     """
     source, target = out.ends()
-    launches = out.edges("launch") & selected[target]
     nodes = out.graph.nodes.select("node", "rank", "step", "start_ns")
-    calls = nodes[np.unique(source[launches])].sort("start_ns", "node")
+    calls = nodes[np.unique(source[out.edges("launch") & selected[target]])].sort(
+        "start_ns", "node"
+    )
     first = calls.unique(["rank", "step"], keep="first", maintain_order=True)
     other_calls = calls.join(first, on="node", how="anti")
     operators = out.nodes(graph_schema.HOST)
@@ -512,32 +506,32 @@ def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
     nodes = out.graph.nodes.select(
         "node", "rank", "step", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns")
     )
+    # Batches come at the pace of the processes; before the first one they had the rest of a step
     loads = (
-        nodes.with_columns(pl.Series("work", out.work_ns))
+        nodes.with_columns(
+            pl.Series("work", out.work_ns), last_ns=pl.col("end_ns").max().over("rank", "step")
+        )
         .filter(pl.Series(selected))
         .sort("end_ns", "node")
         .group_by("rank", "step", maintain_order=True)
-        .agg(pl.col("start_ns").min(), pl.col("node").last(), pl.col("work").sum())
+        .agg(pl.col("start_ns").min(), pl.col("node", "last_ns").last(), pl.col("work").sum())
         .sort("rank", "start_ns")
-        .with_columns(
-            source=pl.col("node").shift(1).over("rank"),
-            delay_ns=pl.col("work").mean().over("rank") / max(change.factor, 1.0),
-            next_ns=pl.col("start_ns").shift(-1).over("rank").fill_null(nodes["end_ns"].max()),
+        .select(
+            pl.col("node").shift(1).over("rank").alias("source"),
+            pl.col("node").alias("target"),
+            pl.lit(value=True).alias("to_end"),
+            (pl.col("work").mean().over("rank") / max(change.factor, 1.0)).alias("delay_ns"),
+            rest=pl.col("start_ns").shift(-1).over("rank").fill_null(pl.col("last_ns"))
+            - pl.col("start_ns")
+            - pl.col("work"),
         )
     )
-    # Batches come at the pace of the processes; before the first one they had the rest of a step
-    rest = pl.col("next_ns") - pl.col("start_ns") - pl.col("work")
-    first = loads.filter(pl.col("source").is_null()).select(
-        "node", remaining=(pl.col("delay_ns") - rest).clip(0).round().cast(pl.Int64)
-    )
+    first = loads.filter(pl.col("source").is_null())
     out.work_ns[selected] = 0
-    out.work_ns[first["node"].to_numpy()] = first["remaining"].to_numpy()
-    waits = loads.drop_nulls("source").select(
-        "source",
-        pl.lit(value=True).alias("to_end"),
-        target="node",
-        delay_ns=pl.col("delay_ns").round().cast(pl.Int64),
+    out.work_ns[first["target"].to_numpy()] = np.rint(
+        (first["delay_ns"] - first["rest"]).clip(0).to_numpy()
     )
+    waits = loads.drop_nulls("source").with_columns(pl.col("delay_ns").round().cast(pl.Int64))
     out.graph, out.delay_ns = add_waits(out.graph, out.delay_ns, waits)
 
 

@@ -209,7 +209,9 @@ def evaluations(scenarios: Iterable[Scenario], plan: Plan) -> Iterator[tuple[Sce
 # within what calls and waits differ by chance
 _MIN_COUNTED_SHARE = 0.01
 _INTERVAL_DEVIATIONS = 1.96  # standard deviations
-_MIN_INTERVALS = 3  # times the half of its interval is a saving that can be trusted
+_MIN_INTERVALS = (
+    7  # times the half of its interval is a trusted saving: at most 15 % of it is chance
+)
 _BATCH_SCENARIOS = 8
 _MAX_BATCH_VALUES = 2_000_000  # works and delays evaluated together
 
@@ -313,10 +315,5 @@ def sweep(
         (float(f), t, before - t, (before - t) / max(before, 1))
         for f, t in zip(factors, times, strict=True)
     ]
-    schema = {
-        "factor": pl.Float64,
-        "time_ns": pl.Int64,
-        "saved_ns": pl.Int64,
-        "saved_fraction": pl.Float64,
-    }
+    schema = build_schema("factor time_ns saved_ns saved_fraction")
     return Sweep(template, pl.DataFrame(rows, schema=schema, orient="row"))

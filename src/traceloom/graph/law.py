@@ -145,7 +145,9 @@ def law(graph: Graph, plan: Plan | None = None) -> Law:
         sentence=_describe_law(exact_error, (fraction, off), window, residual, assumed, largest),
         holds=exact_error == 0
         and abs(fraction) <= MAX_ERROR_SHARE
-        and all(notice.slug != "clocks-contradict" for notice in graph.notices),
+        and not any(
+            notice.slug in ("clocks-contradict", "collectives-circle") for notice in graph.notices
+        ),
         window_ns=window,
         exact_error_ns=exact_error,
         honest_error_ns=honest_error,

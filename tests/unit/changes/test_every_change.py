@@ -182,7 +182,7 @@ def test_an_answer_is_that_of_the_plain_evaluation_in_every_figure(text: str) ->
         assert answer.trusted == (
             honest.holds
             and abs(answer.saved_ns)
-            > max(answer.error_ns, round(0.01 * before), 3 * answer.chance_ns)
+            > max(answer.error_ns, round(0.01 * before), 7 * answer.chance_ns)
             and after >= least
         )
         assert answer.path["before_ns"].sum() == before
