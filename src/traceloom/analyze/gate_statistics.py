@@ -8,7 +8,8 @@ Sources: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapters
 and Hinkley, Bootstrap Methods and their Application (1997), section 3.8 (samples in groups);
 Politis and Romano (1992), circular blocks; Politis and White (2004, corrected by Patton, Politis
 and White 2009), length of the blocks; Hesterberg (2015), What Teachers Should Know About the
-Bootstrap, section 5 (why small samples need wider intervals).
+Bootstrap, section 5 (why small samples need wider intervals); Bayley and Hammersley (1946), The
+Effective Number of Independent Observations (of which a variance has more than a mean).
 """
 
 import math
@@ -169,7 +170,8 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
         step_draws = value + (step_draws - value) * scale
         draws.append(step_draws)
         variances.append(float(step_draws.var()))
-        freedoms.append(min(blocks, independent) - 1)
+        # A variance is known better than a mean: by as many steps as squares are independent.
+        freedoms.append(2 * independent / (1 + (independent / steps.size) ** 2) - 1)
     total = sum(variances)
     parts = sum(
         variance**2 / freedom for variance, freedom in zip(variances, freedoms, strict=True)

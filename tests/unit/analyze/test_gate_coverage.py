@@ -43,15 +43,17 @@ def covers(chance: np.random.Generator, runs: int, steps: int, correlation: floa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("correlation", [0.4, 0.6, 0.8])
 @pytest.mark.parametrize("runs", [1, 2, 5])
 def test_the_interval_holds_the_truth_nineteen_times_of_twenty(
-    monkeypatch: pytest.MonkeyPatch, runs: int, correlation: float
+    monkeypatch: pytest.MonkeyPatch, runs: int
 ) -> None:
     monkeypatch.setattr(gate_statistics, "DRAW_COUNT", 800)
-    chance = np.random.default_rng(runs)
-    share = np.mean([covers(chance, runs, 40, correlation) for _ in range(PAIRS)])
-    assert 0.92 <= share <= 0.985  # 95 %, and what 400 pairs differ by
+    shares = []
+    for correlation in (0.4, 0.6, 0.8):
+        chance = np.random.default_rng(runs)
+        shares.append(np.mean([covers(chance, runs, 40, correlation) for _ in range(PAIRS)]))
+    assert 0.93 <= np.mean(shares) <= 0.97
+    assert 0.92 <= min(shares) <= max(shares) <= 0.98  # each share differs by 1.1 % by chance
 
 
 def test_one_run_of_correlated_steps_is_not_taken_for_many_samples(
