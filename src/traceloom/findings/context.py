@@ -25,7 +25,8 @@ from traceloom.analyze.memory_answers import Allocations, explain_allocations
 from traceloom.analyze.quality_checks import check_sampled_operators
 from traceloom.analyze.roofline import PeakSpec
 from traceloom.analyze.steps import has_request_steps
-from traceloom.changes.changes import Change, select_event_nodes
+from traceloom.changes.bounds import unrecorded_saving_ns
+from traceloom.changes.changes import Change, NodeSelection, select_event_nodes
 from traceloom.changes.scenario import Scenario, find_exposed_time
 from traceloom.findings.vendors import find_vendor
 from traceloom.graph import Plan, graph as graph_schema, link_session
@@ -238,6 +239,27 @@ class Context:
         there it is the step of the rank where it takes longest.
         """
         return self._total_length_ns // self.step_count
+
+    @cached_property
+    def unrecorded_step_ns(self) -> int:
+        """The mean length of the analysed steps without what recording cost: savings, which are
+        corrected for it too, are shares of this.
+        """
+        if (self.host_ratio or 1.0) <= 1:
+            return self.step_ns
+        host = NodeSelection("the host", self.select_kinds(*HOST_KINDS), "host")
+        change = Change("scale", host, 0.0)
+        times = self.changed(Scenario.of(self.graph), [change]).times(self.plan)
+        saved = self.compute_step_lengths(get_point_times(self.graph))
+        saved -= self.compute_step_lengths(times)
+        host_ns = min(max(int(saved.sum()) // self.step_count, 0), self.step_ns)
+        return (
+            self.step_ns
+            - host_ns
+            + unrecorded_saving_ns(
+                self.graph, [change], host_ns, total_ns=self.step_ns, ratio=self.host_ratio
+            )
+        )
 
     @property
     def step(self) -> int | None:

@@ -21,7 +21,7 @@ from traceloom.system import units
 from traceloom.trace.arrays import gather_rows
 from traceloom.trace.batch import concatenate_by_trace
 from traceloom.trace.notice import Abstention, Evidence
-from traceloom.trace.session import Session, read_thread_clocks
+from traceloom.trace.session import Session, measure_processor_wait
 
 _AUTOTUNING_PATTERN = (
     r"autotune|do_bench|benchmark_all_configs|benchmark_gpu|cudnnFind|find_algorithm"
@@ -170,17 +170,12 @@ def find_graph_breaks(context: Context) -> Iterator[Message]:
 
 def check_processors(context: Context) -> Iterator[Message]:
     """Reports that other programs had the processors while threads of this one could have run."""
-    spent = [
-        (clock.waited_ns[-1] - clock.waited_ns[0], clock.ran_ns[-1] - clock.ran_ns[0])
-        for trace in context.traces
-        for clock in read_thread_clocks(trace.meta).values()
-        if clock.waited_ns is not None
-    ]
-    if not spent:
+    spent = [measure_processor_wait(trace.meta) for trace in context.traces]
+    waited, ran = (sum(times) for times in zip(*spent, strict=True))
+    if not waited + ran:
         yield Abstention("overloaded-host", "how long threads waited for a processor is unknown")
         return
-    waited, ran = (int(sum(times)) for times in zip(*spent, strict=True))
-    if waited >= _MIN_WAITING_SHARE * (waited + ran) and waited + ran > 0:
+    if waited >= _MIN_WAITING_SHARE * (waited + ran):
         yield Remark(
             title=f"the program's threads waited for a processor {units.format_share(waited, waited + ran)} of the time that "
             "they could have run: these times are not the program's own",

@@ -160,7 +160,7 @@ def _rank_greedily(
     ranked: list[Finding] = []
     sources: list[tuple[Candidate, Context]] = []
     taken: list[Key] = []
-    remaining_ns = context.step_ns
+    remaining_ns = context.unrecorded_step_ns
     span_ns = int(np.ptp(steps.base.times(steps.plan))) if remaining else 0
     first_steps = replace(steps)
     while remaining:
@@ -327,7 +327,8 @@ def _build_finding(
     """Builds a finding from its savings in each step: the median, and its interval.
 
     The words are those of the typical step, else of all that were evaluated. The saving is at most
-    the time that the words state, and all savings together are at most the typical step.
+    the time that the words state, and all savings together are at most the typical step, both without
+    what recording cost.
 
     Args:
         steps: The evaluated steps.
@@ -336,17 +337,21 @@ def _build_finding(
         savings: On top of those above it, and alone; ns, shape (counted steps,).
         remaining_ns: The remaining time of the typical step, ns.
     """
-    on_top, first = (
-        [steps.unrecorded_ns(key, max(value, 0)) for value in values.tolist()] for values in savings
-    )
-    low, high = compute_median_interval(on_top)
     in_usual, context = typical
     candidate = steps.candidates[key] if in_usual is None else in_usual
     max_saving_ns = context.step_ns
     if in_usual is not None and in_usual.at_most_ns is not None:
         max_saving_ns = min(max_saving_ns, in_usual.at_most_ns // context.step_count)
-    saving = min(compute_median_floor(on_top), remaining_ns, max_saving_ns)
-    fraction = saving / context.step_ns
+    on_top, alone = (
+        steps.unrecorded_ns(key, min(max(compute_median_floor(values), 0), max_saving_ns))
+        for values in savings
+    )
+    low, high = (
+        steps.unrecorded_ns(key, max(value, 0))
+        for value in compute_median_interval(savings[0].tolist())
+    )
+    saving = min(on_top, remaining_ns)
+    fraction = saving / context.unrecorded_step_ns
     return _describe(
         key[0],
         candidate,
@@ -360,9 +365,11 @@ def _build_finding(
         * (1.0 if context.law.holds and context.law.points_hold else 0.5),
         saving_ns=saving,
         saving_fraction=fraction,
-        alone_ns=min(compute_median_floor(first), max_saving_ns),
+        alone_ns=min(alone, context.unrecorded_step_ns),
         saving_low_ns=min(low, saving) if steps.count > 1 else None,
-        saving_high_ns=min(max(high, saving), context.step_ns) if steps.count > 1 else None,
+        saving_high_ns=min(max(high, saving), context.unrecorded_step_ns)
+        if steps.count > 1
+        else None,
         step_count=steps.count,
         change="; ".join(str(change) for change in candidate.changes),
     )

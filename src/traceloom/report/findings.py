@@ -154,7 +154,9 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         absent.explain("findings")
     # describe the base of the savings
     law = context.law
-    length = format_duration(context.step_ns)
+    length = format_duration(context.unrecorded_step_ns)
+    if context.unrecorded_step_ns < context.step_ns:
+        length += f" ({format_duration(context.step_ns)} as recorded)"
     counted = max((finding.step_count for finding in ranked.time), default=1)
     if counted > 1:
         basis = f"per {context.unit} of {length}, the middle one of {counted}"
@@ -171,7 +173,7 @@ def build_findings(session: Session, options: ReportOptions, absent: UnknownValu
         "step": absent.value(context.step, "findings_ground.step"),
         "unit": context.unit,
         "basis": basis,
-        "whole_ns": context.step_ns,
+        "whole_ns": context.unrecorded_step_ns,
         "law": law.sentence,
         "holds": law.holds,
         "exact_error_ns": law.exact_error_ns,

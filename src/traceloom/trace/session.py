@@ -149,9 +149,8 @@ class Session:
         """Duration of recorded over unrecorded steps, the max over the ranks; None where
         unknown.
         """
-        parts = [(trace.meta.capture or {}).get("overhead") for trace in self.traces]
-        ratios = [part.get("ratio") for part in parts if isinstance(part, dict)]
-        return max((ratio for ratio in ratios if isinstance(ratio, float)), default=None)
+        ratios = [_compute_step_ratio(trace.meta) for trace in self.traces]
+        return max((ratio for ratio in ratios if ratio is not None), default=None)
 
     def of_rank(self, rank: int) -> Session:
         """Returns the session with only the windows of one rank."""
@@ -504,6 +503,39 @@ class ThreadClock(Struct, frozen=True):
 def read_thread_clocks(meta: Meta) -> dict[str, ThreadClock]:
     """Returns the samples of each thread that has at least two, by the system's thread id."""
     return parse_thread_clocks(meta.capture, meta.path)
+
+
+def measure_processor_wait(meta: Meta) -> tuple[int, int]:
+    """Returns how long the threads of a process could have run but waited for a processor, and how
+    long they ran, ns; both 0 where that is unknown.
+    """
+    clocks = read_thread_clocks(meta).values()
+    spent = [
+        (clock.waited_ns[-1] - clock.waited_ns[0], clock.ran_ns[-1] - clock.ran_ns[0])
+        for clock in clocks
+        if clock.waited_ns is not None
+    ]
+    return sum(int(waited) for waited, _ in spent), sum(int(ran) for _, ran in spent)
+
+
+def _compute_step_ratio(meta: Meta) -> float | None:
+    """Returns how many times as long the steps of one rank are as without recording.
+
+    Recording takes processor time, and with it the time for which a busy machine lets threads wait;
+    what a step waits for otherwise takes no longer.
+    """
+    overhead = (meta.capture or {}).get("overhead")
+    figures = overhead if isinstance(overhead, dict) else {}
+    ratio, step_ns, ran_ns = (
+        figures.get(name) for name in ("ratio", "recorded_median_ns", "recorded_cpu_median_ns")
+    )
+    if not isinstance(ratio, float):
+        return None
+    if figures.get("ratio_of") != "cpu" or ratio <= 1 or not step_ns or not ran_ns:
+        return ratio
+    waited, ran = measure_processor_wait(meta)
+    busy_ns = min(ran_ns * (1 + waited / max(ran, 1)), step_ns)
+    return float(step_ns / (step_ns - busy_ns * (1 - 1 / ratio)))
 
 
 def parse_thread_clocks(capture: dict[str, Any] | None, path: str) -> dict[str, ThreadClock]:

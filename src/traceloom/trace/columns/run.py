@@ -355,7 +355,9 @@ FINDING_COLUMNS: dict[str, Column] = {
     "findings.frames.rank_count": Column("count", "Ranks", "ranks on which it holds any of it"),
     "findings_ground.stacks": Column("text", "Stacks", "whether Python frames were recorded"),
     "findings_ground.step": Column("count", "Step", "step that was looked at"),
-    "findings_ground.whole_ns": Column("time", "Of", "duration that savings are fractions of"),
+    "findings_ground.whole_ns": Column(
+        "time", "Of", "duration that savings are fractions of, without what recording cost"
+    ),
     "findings_ground.basis": Column("text", "Of", "what the savings are of, in words"),
     "findings_ground.law": Column(
         "text", "Law", "how the linked graph gives the measured times back, in words"
@@ -378,7 +380,7 @@ FINDING_COLUMNS: dict[str, Column] = {
         "share", "Residual", "time that the graph does not explain, of the step"
     ),
     "findings_ground.host_ratio": Column(
-        "number", "Recording", "host time with recording over host time without"
+        "number", "Recording", "length of a recorded step over that of an unrecorded one"
     ),
     "findings_ground.abstentions.slug": Column(
         "text", "Rule", "stable name of a rule that was skipped"
