@@ -24,6 +24,7 @@ from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import gather_rows, get_event_column
 from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.frames import cast_to_schema
+from traceloom.trace.session import FRAME_SEPARATOR
 from traceloom.trace.trace import Trace
 from traceloom.trace.vocabulary import COPY, GPU_WORK, LAUNCHES
 
@@ -374,10 +375,33 @@ def is_user_frame(frame: str) -> bool:
     """Whether a Python frame is neither PyTorch's, the standard library's or a tool's, nor a
     built-in function.
     """
-    if _FRAMEWORK_FRAME_PATTERN.match(frame):
+    if _FRAMEWORK_FRAME_PATTERN.match(frame.replace("\\", "/")):
         return False
     package = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
     return package not in sys.stdlib_module_names and package not in _UTILITY_PACKAGES
+
+
+def find_user_frame(stack: Sequence[str]) -> str | None:
+    """Returns the innermost frame of the user's own code in a stack, the outermost frame first; the
+    innermost of all where there is none.
+    """
+    return (_select_user_frames(stack) or stack)[-1] if stack else None
+
+
+def fold_stack(stack: str) -> str:
+    """Returns a stack as text without frames that are not of the user's own code, where it has any
+    that are.
+    """
+    frames = stack.split(FRAME_SEPARATOR)
+    return FRAME_SEPARATOR.join(_select_user_frames(frames) or frames)
+
+
+def _select_user_frames(stack: Sequence[str]) -> list[str]:
+    return [
+        frame
+        for frame in stack
+        if is_user_frame(frame) and not re.search(RECORDER_FRAME_PATTERN, frame)
+    ]
 
 
 def parse_frame_places(names: pl.Series) -> pl.DataFrame:

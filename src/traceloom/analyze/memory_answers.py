@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 
 from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.host_events import fold_stack
 from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks
 from traceloom.analyze.memory_names import NamedBlocks, find_module_calls, name_blocks
 from traceloom.analyze.memory_owners import (
@@ -35,7 +36,7 @@ from traceloom.trace.array_types import Ints
 from traceloom.trace.arrays import keep_in_memory
 from traceloom.trace.frames import Result, build_schema, cast_to_schema
 from traceloom.trace.notice import Notice
-from traceloom.trace.session import MemorySnapshot, format_stacks
+from traceloom.trace.session import FRAME_SEPARATOR, MemorySnapshot, format_stacks
 from traceloom.trace.trace import Trace
 
 _DEVICE = "cuda"
@@ -240,8 +241,8 @@ def _find_nearest(
 
 
 GROWTH = build_schema(
-    "site pool step_count period bytes bytes_per_step block_count first_step last_step example",
-    {"first_step": pl.Int64, "last_step": pl.Int64},
+    "site pool step_count period bytes bytes_per_step block_count first_step last_step example frame",
+    {"first_step": pl.Int64, "last_step": pl.Int64, "frame": pl.String},
 )
 MIN_STEPS = 3
 _MAX_OF_BALANCE = 2.0  # times what the memory gains per step: more is not left behind
@@ -262,7 +263,7 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
         (number of the memory), step_count (steps that left something), period (their distance, in
         steps), bytes and block_count (left in all), bytes_per_step (mean over the steps from the
         first to the last of these and those that belong to the last), first_step, last_step,
-        example (a block).
+        example (a block), frame (of the user's own code that made it; null without stacks).
     """
     blocks, steps = named_blocks.blocks, trace.steps
     if steps.height < MIN_STEPS + 1 or not blocks.made.size:
@@ -328,6 +329,9 @@ def find_growth(trace: Trace, named_blocks: NamedBlocks) -> pl.DataFrame:
     grown = grown.join(balance, on="pool").filter(
         pl.col("bytes_per_step").sum().over("pool") <= _MAX_OF_BALANCE * pl.col("gained")
     )
+    stacks = StackTexts(trace).of(named_blocks.position[grown["example"].to_numpy()])
+    innermost = stacks.map_elements(fold_stack, return_dtype=pl.String).str.split(FRAME_SEPARATOR)
+    grown = grown.with_columns(frame=innermost.list.first())
     return grown.pipe(cast_to_schema, GROWTH).sort(
         "bytes_per_step", "site", descending=[True, False]
     )

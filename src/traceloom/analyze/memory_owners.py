@@ -11,7 +11,12 @@ import polars as pl
 from msgspec import Struct
 
 from traceloom.analyze.ancestry import build_forest
-from traceloom.analyze.host_events import LOADING, OPTIMIZER, classify_events
+from traceloom.analyze.host_events import (
+    ADDRESS_PATTERN,
+    LOADING,
+    OPTIMIZER,
+    classify_events,
+)
 from traceloom.analyze.memory import (
     CENSUS as MEMORY_CENSUS,
     SHARED_MEMORY,
@@ -23,8 +28,9 @@ from traceloom.analyze.memory_names import NamedBlocks
 from traceloom.analyze.names import build_vocabulary
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
-from traceloom.trace.arrays import get_event_column, sort_unique
+from traceloom.trace.arrays import gather_rows, get_event_column, sort_unique
 from traceloom.trace.frames import build_schema, cast_to_schema
+from traceloom.trace.session import FRAME_SEPARATOR
 from traceloom.trace.trace import Trace
 
 
@@ -217,7 +223,6 @@ LONG_SCHEMA = build_schema(
     "name bytes time_ns lifetime_ns device category evidence backward step site innermost_op owner stack",
     {"device": pl.String},
 )
-_FRAME_SEPARATOR = " < "
 
 
 def build_block_names(
@@ -315,7 +320,11 @@ class StackTexts:
 
     def __init__(self, trace: Trace) -> None:
         self._tree = build_forest(trace)
-        self._words = build_vocabulary(trace)
+        vocabulary = build_vocabulary(trace)
+        # The same function of two objects is one
+        names = vocabulary.names.cast(pl.String).str.replace_all(ADDRESS_PATTERN, "")
+        self._names = names.unique().sort()
+        self._code = gather_rows(self._names.search_sorted(names).to_numpy(), vocabulary.code)
         self._python = get_event_column(trace, "category")[
             self._tree.row
         ] == vocab.CATEGORIES.index(vocab.PYTHON)
@@ -343,23 +352,23 @@ class StackTexts:
         if not (frame >= 0).any():
             return [None] * bool(frame.size), np.zeros(frame.size, dtype=np.int64)
         stack = np.zeros(self._above.size + 1, dtype=np.int64)  # 0 is none; so is the entry at -1
-        pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._words.names)
+        pairs, count, width = [np.zeros(1, dtype=np.int64)], 1, len(self._names)
         for level in self._levels(frame):
-            key = stack[self._above[level]] * width + self._words.code[self._tree.row[level]]
+            key = stack[self._above[level]] * width + self._code[self._tree.row[level]]
             new, number = np.unique(key, return_inverse=True)
             stack[level] = count + number
             pairs.append(new)
             count += new.size
         used, number = np.unique(stack[frame], return_inverse=True)
         callers, frames = np.divmod(np.concatenate(pairs), width)
-        outer, name = callers.tolist(), self._words.names.gather(frames).to_list()
+        outer, name = callers.tolist(), self._names.gather(frames).to_list()
         texts: list[str | None] = []
         for node in used.tolist():
             path, up = [], node
             while up:
                 path.append(str(name[up]))
                 up = outer[up]
-            texts.append(_FRAME_SEPARATOR.join(path) if path else None)
+            texts.append(FRAME_SEPARATOR.join(path) if path else None)
         return texts, number
 
     def _levels(self, frame: Ints) -> Iterator[Ints]:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 import numpy as np
 import polars as pl
 
+from traceloom.analyze.host_events import find_user_frame
 from traceloom.analyze.memory import ACTIVATION_PREFIX, parse_census
 from traceloom.analyze.memory_answers import ExplainedMemory
 from traceloom.analyze.memory_blocks import EXISTED_BEFORE, STILL_ALIVE, Blocks, build_blocks
@@ -294,9 +295,6 @@ OWNER_LABELS = {
     "other": "other tensors",
 }
 _NAME_OF_PATTERN = re.compile(r"^.* of (.+)$")
-_LIBRARY_FRAME = re.compile(
-    r"[/\\](?:site-packages|dist-packages|torch|traceloom|lib[/\\]python[\d.]+)[/\\]|^<frozen|^<string"
-)
 _BACKWARD_FRAME = re.compile(r"\): (?:backward|_engine_run_backward)$")
 _MIN_ADVICE_SHARE = 0.01  # of what was alive; advice that frees less is left out
 
@@ -369,14 +367,6 @@ def compute_bytes_by_kind(live: pl.DataFrame) -> dict[str, int]:
         .sort("bytes", "kind", descending=[True, False])
     )
     return dict(sums.rows())
-
-
-def find_user_frame(stack: list[str]) -> str | None:
-    """Returns the innermost frame of the user's own code; the innermost of all where there is
-    none.
-    """
-    user_frames = [line for line in stack if not _LIBRARY_FRAME.search(line.partition("(")[0])]
-    return (user_frames or stack)[-1] if stack else None
 
 
 def describe_sites(sites: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ class SupportsWrite(Protocol):
 
 _BASE = re.compile(rb'"baseTimeNanoseconds": (\d+)')
 _TIME = re.compile(rb'"ts": (\d+)(?:\.(\d{1,3}))?')
+_DURATION = re.compile(rb'"dur": (\d+)(?:\.(\d{1,3}))?')
 _CATEGORY = re.compile(rb'"cat": "([^"]*)"')
 _CORRELATION = re.compile(rb'"correlation": (\d+)')
 # An arrow from a launch to its work has the number of both; those of CUDA graphs are from 2^40 on.
@@ -51,7 +52,8 @@ _OWN_FRAMES = b"traceloom/capture/"
 def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int, int | None]:
     """Copies the part of a trace in plain JSON, as PyTorch writes it, and adds the steps to it.
 
-    Work of a device stays where its launch stays. Read in a line-wise manner: PyTorch puts each
+    Work of a device stays where its launch stays, and a Python function that runs all the time, cut
+    to that part: it is what the program's own code calls the rest from. Read in a line-wise manner: PyTorch puts each
     event between lines of its own, and a whole trace may not fit into memory.
 
     Returns:
@@ -77,6 +79,7 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
                 continue
             at_ns = _read_time_ns(text, base)
             category = match[1] if (match := _CATEGORY.search(text)) else b""
+            kept = text
             if part.start_ns and at_ns is not None and not _is_metadata(text):
                 number = None
                 if category == b"ac2g":
@@ -86,6 +89,13 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
                 if number is not None:
                     if number[1] not in launched:
                         continue
+                elif category == b"python_function" and at_ns < part.start_ns:
+                    length_ns = _read_time_ns(text, 0, _DURATION) or 0
+                    if at_ns + length_ns < part.end_ns:
+                        continue
+                    kept = _TIME.sub(b'"ts": ' + _format_time(part.start_ns - base), text, 1)
+                    length = _format_time(part.end_ns - part.start_ns)
+                    kept = _DURATION.sub(b'"dur": ' + length, kept, 1)
                 elif not part.start_ns <= at_ns < part.end_ns:
                     continue
             if category == b"python_function" and _OWN_FRAMES in text:
@@ -94,7 +104,7 @@ def cut_trace(source: Path, target: SupportsWrite, part: TracePart) -> tuple[int
                 operators += 1
                 if at_ns is not None and (first is None or at_ns < first):
                     first = at_ns
-            target.write(separator + text)
+            target.write(separator + kept)
             separator = b",\n"
     return operators, first
 
@@ -138,11 +148,15 @@ def _split_events(file: IO[bytes]) -> Iterator[tuple[bool, bytes]]:
         yield False, b"".join(lines)
 
 
-def _read_time_ns(text: bytes, base: int) -> int | None:
-    match = _TIME.search(text)
+def _read_time_ns(text: bytes, base: int, field: re.Pattern[bytes] = _TIME) -> int | None:
+    match = field.search(text)
     if match is None:
         return None
     return base + int(match[1]) * 1000 + int((match[2] or b"0").ljust(3, b"0"))
+
+
+def _format_time(time_ns: int) -> bytes:
+    return b"%d.%03d" % divmod(time_ns, 1000)
 
 
 def _is_metadata(text: bytes) -> bool:
@@ -150,7 +164,7 @@ def _is_metadata(text: bytes) -> bool:
 
 
 def _format_step(step: int, at_ns: int, part: TracePart) -> bytes:
-    name, time_us = f"traceloom.step#{step}", f"{at_ns // 1000}.{at_ns % 1000:03d}"
+    name, time_us = f"traceloom.step#{step}", _format_time(at_ns).decode()
     fields = f'"name": "{name}", "pid": {part.process}, "tid": {part.thread}, "ts": {time_us}'
     head = '  {\n    "ph": "X", "cat": "user_annotation", '
     return f'{head}{fields}, "dur": 0.000,\n    "args": {{}}\n  }}'.encode()

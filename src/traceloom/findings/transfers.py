@@ -172,6 +172,8 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
             if per_step < _MIN_GROWTH_BYTES:
                 continue
             period = periods[0] if periods.len() == 1 else 1
+            frames = " and ".join(rows["frame"].drop_nulls().unique(maintain_order=True)[:2])
+            made = f" It is made in {frames}." if frames else ""
             steps = "step" if period == 1 else f"{_ORDINALS.get(period, f'{period}th')} step"
             yield MemoryCandidate(
                 title=f"{describe_sites(rows['site'].to_list())} {units.format_size(per_step * period)} behind in every {steps}",
@@ -179,7 +181,8 @@ def find_memory_growth(context: Context) -> Iterator[Message]:
                 risk=f"memory grows by {units.format_size(per_step)} per step until it is full",
                 severe=True,
                 confidence=0.7,
-                advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers.",
+                advice="Do not keep tensors with their graph: detach what is collected, or turn it into numbers."
+                f"{made}",
                 evidence=tuple(
                     Evidence(site, trace.rank, count=count)
                     for site, count in rows[["site", "block_count"]].head(4).iter_rows()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from traceloom.report.labels import fit_name, format_memory_name
 from traceloom.system import units
 from traceloom.system.sanitize import sanitize
+from traceloom.trace.session import FRAME_SEPARATOR
 
 if TYPE_CHECKING:
     from traceloom.report.documents.memory import MemoryCurveRow, MemoryRankStepsRow
@@ -638,7 +639,6 @@ CATEGORY_COLOURS = {
     "temporary": "communication",
     "autograd_detail": "annotation",
 }
-_FRAME_SEPARATOR = " < "
 _MAX_NAME_CHARS = 200  # characters of a name in the page
 
 
@@ -687,7 +687,7 @@ def render_memory_figure(
     if curve["stacks"]:
         trees["stacks"] = [
             [
-                [number(frame) for frame in reversed(level["name"].split(_FRAME_SEPARATOR))],
+                [number(frame) for frame in reversed(level["name"].split(FRAME_SEPARATOR))],
                 encode_level_changes(level["bytes"]),
             ]
             for level in curve["stacks"]

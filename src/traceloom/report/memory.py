@@ -13,6 +13,7 @@ import numpy as np
 import polars as pl
 
 from traceloom import __version__
+from traceloom.analyze.host_events import fold_stack
 from traceloom.analyze.memory import compute_fragmentation
 from traceloom.analyze.memory_answers import (
     MIN_STEPS,
@@ -155,8 +156,9 @@ def build_growth_rows(
             else int(rows["last_step"].to_numpy().max())
         )
         full = last + 1 + max(math.floor((size - totals["peak_bytes"]) / per_step), 0)
-    grown = rows.drop("pool", "example").with_columns(
-        stacks.alias("stack"), full_at_step=pl.lit(full, pl.Int64)
+    grown = rows.drop("pool", "example", "frame").with_columns(
+        stacks.map_elements(fold_stack, return_dtype=pl.String).alias("stack"),
+        full_at_step=pl.lit(full, pl.Int64),
     )
     return absent.rows(grown, "memories[*].growth")
 

@@ -14,6 +14,7 @@ import polars as pl
 
 from traceloom.analyze import memory_snapshot as why
 from traceloom.analyze.ancestry import build_forest
+from traceloom.analyze.host_events import find_user_frame
 from traceloom.analyze.memory_answers import (
     ExplainedMemory,
     build_allocations,
@@ -482,7 +483,7 @@ def build_reported_out_of_memory_rows(
                 "step": parse_integer(document.get("step")),
                 "asked_bytes": asked_bytes,
                 "message": str(document.get("message", ""))[:4000],
-                "where": why.find_user_frame(stack),
+                "where": find_user_frame(stack),
                 "stack": stack,
                 "devices": devices,
                 **_build_breakdown(bytes_by_kind, why.build_live_tree(census), suggestions),
@@ -534,7 +535,7 @@ def build_recorded_out_of_memory_rows(
                 "step": None,
                 "asked_bytes": asked_bytes,
                 "message": f"{free_bytes} bytes were free on the device",
-                "where": why.find_user_frame(python_stack or stack),
+                "where": find_user_frame(python_stack or stack),
                 "stack": stack,
                 "devices": [],
                 **_compute_breakdown(explained, allocation_row, asked_bytes, python_stack or stack),

@@ -587,7 +587,7 @@ SNAPSHOT_BLOCKS_SCHEMA = build_schema(
 """`segment`: row of `segments`; `state`: active_allocated, active_pending_free (or
 active_awaiting_free), inactive.
 """
-_FRAME_SEPARATOR = " < "
+FRAME_SEPARATOR = " < "
 
 StackFrame = tuple[str, int, str]
 """File, line, function."""
@@ -636,5 +636,5 @@ def format_stacks(snapshot: MemorySnapshot) -> pl.Series:
         frames = [format_frame(frame) for frame in stack if is_python_frame(frame)] or [
             format_frame(frame) for frame in stack
         ]
-        texts.append(_FRAME_SEPARATOR.join(frames) or None)
+        texts.append(FRAME_SEPARATOR.join(frames) or None)
     return pl.Series(texts, dtype=pl.String)

@@ -7,6 +7,7 @@ import pytest
 
 from traceloom.analyze.host_events import (
     HOST_INTERVALS_SCHEMA,
+    fold_stack,
     is_user_frame,
     measure_frame_time,
     parse_frame_places,
@@ -118,6 +119,24 @@ def test_without_frames_nothing_holds_it() -> None:
 )
 def test_whose_code_it_is(frame: str, own: bool) -> None:
     assert is_user_frame(frame) is own
+
+
+@pytest.mark.parametrize(
+    ("stack", "folded"),
+    [
+        (
+            "<built-in method relu of type object> < torch/x.py(1): relu < a/m.py(3): f < train.py(11): <module>",
+            "a/m.py(3): f < train.py(11): <module>",
+        ),
+        (
+            "<built-in function linear> < nn.Module: M_0",
+            "<built-in function linear> < nn.Module: M_0",
+        ),
+        ("x/traceloom/capture/in_code.py(3): step < train.py(1): f", "train.py(1): f"),
+    ],
+)
+def test_a_stack_begins_with_the_users_own_code(stack: str, folded: str) -> None:
+    assert fold_stack(stack) == folded
 
 
 def test_places_of_frames() -> None:

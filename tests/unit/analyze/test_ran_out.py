@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from traceloom.analyze.host_events import find_user_frame
 from traceloom.analyze.memory_snapshot import (
     Advice,
     build_live_tree,
     compute_bytes_by_kind,
-    find_user_frame,
     list_advice,
     parse_report_census,
 )

@@ -179,6 +179,25 @@ def test_frames_of_the_recorder_are_none_of_the_program(tmp_path: Path) -> None:
     assert names(document) == ["train.py(3): step"]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_function_that_runs_all_the_time_is_cut_to_the_window(
+    tmp_path: Path, layout: str
+) -> None:
+    frames = [
+        event("python_function", "train.py(14): <module>", 20.0, dur=880.0),
+        event("python_function", "train.py(3): step", 290.0, dur=200.0),  # ends within
+        event("python_function", "train.py(5): before", 30.0, dur=40.0),
+        event("cpu_op", "aten::mm", 20.0, dur=880.0),
+        event("python_function", "train.py(3): step", 495.0, dur=200.0),
+    ]
+    document, *_ = cut(write_trace(tmp_path / "x.json", frames, layout), 300.125, 500.0)
+    kept = [(one["name"], one["ts"], one["dur"]) for one in document["traceEvents"]]
+    assert kept == [
+        ("train.py(14): <module>", 300.125, 199.875),
+        ("train.py(3): step", 495.0, 200.0),
+    ]
+
+
 @pytest.mark.parametrize(
     "name",
     ['say "hi"', '"ts": 1.000', "  }", '{\n  {\n  },"', '"cat": "kernel"', "back\\slash", "漢字"],

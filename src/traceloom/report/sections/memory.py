@@ -159,7 +159,7 @@ _MEMORY_COLUMNS = build_schema(
 _MODULE_COLUMNS = build_schema("name bytes block_count fraction")
 _CATEGORY_COLUMNS = build_schema("category evidence bytes block_count fraction")
 _GROWTH_COLUMNS = pl.Schema(
-    {name: kind for name, kind in GROWTH.items() if name not in ("pool", "example")}
+    {name: kind for name, kind in GROWTH.items() if name not in ("pool", "example", "frame")}
 )
 _STEP_COLUMNS = build_schema("step start_ns end_ns")
 _MEMORY_PATH = "memory_owners.memories[*]"
