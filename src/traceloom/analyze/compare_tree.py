@@ -222,7 +222,6 @@ class ListItems(Struct, frozen=True):
     size: Ints
 
     def part(self, low: int, high: int) -> ListItems:
-        """Returns the elements from `low` to `high`."""
         return ListItems(*(getattr(self, name)[low:high] for name in self.__struct_fields__))
 
 
@@ -262,7 +261,6 @@ class StepTree(Struct, frozen=True):
         )
 
     def children(self, node: int) -> list[int]:
-        """Returns the children of a node, in order."""
         nodes, child, last = [], node + 1, self.stop[node]
         while child < last:
             nodes.append(child)

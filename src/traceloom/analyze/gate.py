@@ -116,7 +116,6 @@ class Condition(Struct, frozen=True):
 
     @property
     def name_of_metric(self) -> str:
-        """The metric without the statistic."""
         return f"{self.metric}:{self.chosen}" if self.metric in TABLES else self.metric
 
 

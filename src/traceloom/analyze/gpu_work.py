@@ -94,12 +94,10 @@ def find_idle_gaps(trace: Trace) -> IdleGaps:
 
 
 def find_gpu_event_rows(trace: Trace) -> Ints:
-    """Returns rows of `events` that are GPU work."""
     return np.flatnonzero(np.isin(get_event_column(trace, "category"), _GPU_WORK_CODES))
 
 
 def is_copy(trace: Trace, row: Ints) -> Bools:
-    """Returns which rows of `events` are copies."""
     category: NDArray[np.uint8] = trace.events["category"].to_physical().to_numpy()[row]
     return np.equal(category, CATEGORIES.index(COPY))
 

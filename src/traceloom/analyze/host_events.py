@@ -39,6 +39,7 @@ DEVICE_ALLOCATION_PATTERN = r"^(cuda|cu|hip)\w*(Malloc|Free|HostAlloc|HostRegist
 # Longer than a thread is occasionally descheduled.
 _MIN_SETUP_NS = 5_000_000
 _MIN_FREES = 8  # calls of cudaFree: fewer may all be of libraries that are set up
+_MIN_FREED_SHARE = 0.75  # calls of cudaFree for each cudaMalloc, where there is no allocator
 _MAX_GPU_BUSY_SHARE = 0.1  # of a call at most: no device had anything to do
 # The calls of PyTorch's allocator before it frees
 _CALLS_BEFORE_FREE_PATTERN = "Malloc|Event|Synchronize|LastError|MemGetInfo"
@@ -102,7 +103,10 @@ def mark_device_setup_calls(trace: Trace) -> NDArray[np.bool_]:
     malloc_count = name.str.contains("^(cuda|hip)Malloc$").sum()
     setup_frees = (
         is_free
-        & (2 * (is_free & pl.col("op").is_not_null()).sum() < malloc_count.clip(_MIN_FREES))
+        & (
+            (is_free & pl.col("op").is_not_null()).sum()
+            < _MIN_FREED_SHARE * malloc_count.clip(_MIN_FREES)
+        )
         & ~previous_call.str.contains(_CALLS_BEFORE_FREE_PATTERN)
         & pl.col("op").is_not_null()
     )

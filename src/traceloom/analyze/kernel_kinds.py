@@ -138,6 +138,7 @@ def _summarize_kinds(traces: Sequence[Trace], rules: tuple[KindRule, ...]) -> It
     )
 
 
+@cache_per_trace
 def classify_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame:
     """Returns the kind of every piece of GPU work.
 
@@ -145,15 +146,6 @@ def classify_kinds(trace: Trace, rules: Iterable[KindRule] = ()) -> pl.DataFrame
         Columns event, kind, rule; one row per kernel, copy and fill, in the order of `events`.
     """
     rules = tuple(rules)
-    return _classify_kinds(trace, rules) if rules else _classify_by_table(trace)
-
-
-@cache_per_trace
-def _classify_by_table(trace: Trace) -> pl.DataFrame:
-    return _classify_kinds(trace, ())
-
-
-def _classify_kinds(trace: Trace, rules: tuple[KindRule, ...]) -> pl.DataFrame:
     work = select_gpu_work(trace)
     matcher = KindMatcher.of((*rules, *load_built_in_kind_rules()))
     vocabulary = build_vocabulary(trace)

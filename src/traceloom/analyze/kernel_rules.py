@@ -124,6 +124,7 @@ def assign_categories(work: pl.DataFrame, rules: Iterable[Rule] = ()) -> pl.Data
     )
 
 
+@cache_per_trace
 def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
     """Returns all kernels, copies and fills of a trace with their categories, by start.
 
@@ -131,25 +132,6 @@ def select_gpu_work(trace: Trace, rules: Iterable[Rule] = ()) -> pl.DataFrame:
         Columns event, name, kind, category, rule, device, stream, start_ns, end_ns (>= start:
         negative durations count as 0), launch, op; one row per event, in the order of `events`.
     """
-    rules = tuple(rules)
-    return _build_gpu_work(trace, rules) if rules else _select_by_built_in_rules(trace)
-
-
-def select_gpu_work_with_steps(traces: Sequence[Trace]) -> pl.DataFrame:
-    """Returns the same of several traces, with the step that launched the work and its duration:
-    step, ns.
-    """
-    work = concatenate_by_trace(map(select_gpu_work, traces))
-    ns = pl.col("end_ns") - pl.col("start_ns")
-    return work.with_columns(gather_event_column(traces, work, "event", "step"), ns.alias("ns"))
-
-
-@cache_per_trace
-def _select_by_built_in_rules(trace: Trace) -> pl.DataFrame:
-    return _build_gpu_work(trace, ())
-
-
-def _build_gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
     vocabulary, category = build_vocabulary(trace), get_event_column(trace, "category")
     gpu_rows = np.flatnonzero(np.isin(category, [_ALL.index(name) for name in GPU_WORK]))
     pair = gather_rows(vocabulary.place, vocabulary.code[gpu_rows]) * len(_ALL) + category[gpu_rows]
@@ -179,6 +161,15 @@ def _build_gpu_work(trace: Trace, rules: tuple[Rule, ...]) -> pl.DataFrame:
         classified["category"][indices],
         NumberedTexts(classified["rule"]).column(pair_numbers).alias("rule"),
     )
+
+
+def select_gpu_work_with_steps(traces: Sequence[Trace]) -> pl.DataFrame:
+    """Returns the same of several traces, with the step that launched the work and its duration:
+    step, ns.
+    """
+    work = concatenate_by_trace(map(select_gpu_work, traces))
+    ns = pl.col("end_ns") - pl.col("start_ns")
+    return work.with_columns(gather_event_column(traces, work, "event", "step"), ns.alias("ns"))
 
 
 WORK_KINDS: tuple[str, ...] = (

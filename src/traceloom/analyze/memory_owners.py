@@ -538,7 +538,6 @@ def _add_early_part(named_blocks: NamedBlocks, names: list[str], number: Ints) -
 
 
 def _encode_texts(texts: list[str]) -> tuple[list[str], Ints]:
-    """Returns the distinct texts, and the number of each."""
     numbers: dict[str, int] = {}
     number = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     return list(numbers), number

@@ -31,7 +31,6 @@ class Repeats(Struct, frozen=True):
     length: Ints
 
     def occurrences(self, repeat: int) -> Ints:
-        """Returns where a repeat begins, ascending."""
         low = int(self.low[repeat])
         return np.sort(self.order[low : low + int(self.count[repeat])])
 

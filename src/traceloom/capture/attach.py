@@ -16,7 +16,6 @@ MINIMUM_TORCH = (2, 8)
 
 
 def get_recorder() -> Any:
-    """The recorder of this process, or None."""
     return _recorder
 
 

@@ -119,7 +119,6 @@ _SOURCES = re.compile(rf"(rank\d+(-pid\d+)?|pid\d+){re.escape(SOURCES_SUFFIX)}")
 
 
 def list_parts(directory: Path) -> list[Path]:
-    """The parts of a capture, by rank."""
     paths = [path for path in directory.iterdir() if _PART_FILE.fullmatch(path.name)]
     return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 

@@ -273,7 +273,6 @@ class Scenario:
         return out
 
     def edges(self, *kinds: str) -> Bools:
-        """Returns which edges are of these kinds, shape (edges,)."""
         return self.graph.edge_mask(*kinds)
 
     def ends(self) -> tuple[Ints, Ints]:
@@ -285,7 +284,6 @@ class Scenario:
         return source, target
 
     def nodes(self, *kinds: str) -> Bools:
-        """Returns which nodes are of these kinds, shape (nodes,)."""
         return self.graph.node_mask(*kinds)
 
     def batches(self) -> Ints:

@@ -494,7 +494,6 @@ class Context:
 
     @cached_property
     def rank_comparison(self) -> AcrossRanks | None:
-        """The comparison of the ranks; None where there is only one."""
         return (
             across_ranks(self.session) if len({trace.rank for trace in self.traces}) > 1 else None
         )
@@ -519,7 +518,6 @@ class Context:
 
     @cached_property
     def kinds(self) -> pl.Series:
-        """Kind of each node, as text."""
         return self.graph.nodes["kind"].cast(pl.String)
 
     def select_kinds(self, *kinds: str) -> Bools:
@@ -547,7 +545,6 @@ class Context:
 
     @cached_property
     def allocations(self) -> list[tuple[Trace, Allocations]]:
-        """The owners of memory, for each trace with allocations."""
         return [
             (trace, explain_allocations(trace)) for trace in self.traces if trace.allocations.height
         ]
@@ -599,11 +596,9 @@ class Context:
         return out
 
     def list_ranks(self, nodes: Bools) -> list[int]:
-        """Returns the ranks of some nodes, ascending."""
         return [rank for rank in np.unique(self.graph.node_ranks[nodes]).tolist() if rank >= 0]
 
     def work_ns(self, nodes: Bools) -> int:
-        """Returns the summed work of some nodes, ns."""
         return int(self.graph.nodes["work_ns"].to_numpy()[nodes].sum())
 
     def compute_work_by_rank(self, nodes: Bools) -> dict[int, int]:

@@ -279,8 +279,8 @@ def find_python_bound(context: Context) -> Iterator[Message]:
             ),
         ),
         confidence=0.3 if context.stacks else 0.4,
-        advice="Compile the model or replay it as a CUDA graph; vectorise loops over tensors, cache what does not "
-        "change, log less often.",
+        advice=f"Compile the model{' or replay it as a CUDA graph' if context.has_gpu_work else ''}; vectorise loops "
+        "over tensors, cache what does not change, log less often.",
         evidence=context.evidence(short),
         at_most_ns=context.step_thread_cpu_ns,  # a waiting thread runs no Python
     )
@@ -618,6 +618,8 @@ def find_dominating_operators(context: Context) -> Iterator[Message]:
             advice="Its inputs are float64, as NumPy's arrays are: convert them to float32 where they are made, and "
             "compute on fewer elements."
             if is_double
+            else "Make it once, outside the step, and write into it."
+            if listed.startswith("aten::empty")
             else "Do it on the device (make the tensor there: device=...), or beside the step, in the workers of the "
             "loader."
             if on_device

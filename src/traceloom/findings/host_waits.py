@@ -140,6 +140,8 @@ def _pause(context: Context, long: Bools, ranks: tuple[int, ...]) -> Candidate:
     single_rank = context.rank_count > 1 and len(ranks) == 1
     subject = f"the host of rank {ranks[0]}" if single_rank else "the host"
     ranks_note = "" if len(ranks) == 1 else context.rank_sum_suffix
+    if time > context.whole_ns * len(ranks):
+        ranks_note = ", summed over its threads"
     # Whether the host works or waits, as far as the processor time of its threads shows it.
     ran = context.ran_ns(long)
     if ran is None:
@@ -219,7 +221,9 @@ _NO_CACHING = (
 )
 _MIN_ALLOCATIONS = 8  # calls in a step: from here on there may be no caching allocator
 _MIN_ALLOCATED_SHARE = 0.25  # calls that allocate for each launch
-_MIN_FREED_SHARE = 0.5  # calls that free for each of these
+_MIN_FREED_SHARE = (
+    0.75  # calls that free for each of these: in its first steps a program only takes
+)
 _TITLES = {
     "blocking-item": "values are read on the host",
     "blocking-sync": "synchronisation in the step",
@@ -387,7 +391,7 @@ def find_data_starvation(context: Context) -> Iterator[Message]:
         else f"Make batches beside the step: {remedy}.{assumed}"
     )
     yield Candidate(
-        title=f"{context.where} waits {units.format_duration(waited)} for data{context.rank_sum_suffix}"
+        title=f"{context.where} wait{'s' * (context.step_count == 1)} {units.format_duration(waited)} for data{context.rank_sum_suffix}"
         + ("" if workers else f", which {_ASSUMED_WORKERS} workers would make beside it"),
         changes=(change,),
         confidence=0.8,

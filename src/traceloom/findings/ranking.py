@@ -203,7 +203,7 @@ def _rank_greedily(
             members = _find_joint_fixes(steps, remaining, min_saving_ns)
             if not members:
                 break
-            best = steps.join(members)
+            best = steps.join(members, typical)
             remaining = [best, *(key for key in remaining if key not in members)]
             after = steps.after([best])
             saved[best] = first_saved[best] = steps.saved_ns(best, after[best])
@@ -224,8 +224,14 @@ def _rank_greedily(
             steps.base, fixed, before_ns - span_ns, counts_ns, steps.plan, plan
         )
         needed = _find_needed_fixes(first_steps, best, taken, finding.saving_ns or 0, first_saved)
-        advice = f"{finding.advice} It saves this only together with: {needed}." if needed else ""
-        ranked.append(replace(finding, lower_bound=is_bound, advice=advice or finding.advice))
+        titles = [
+            source.title for key, (source, _) in zip(taken, sources, strict=True) if key in needed
+        ]
+        advice = finding.advice
+        if titles:
+            others = translate("; ".join(titles), context.vendor)
+            advice += f" It saves this only together with: {others}."
+        ranked.append(replace(finding, lower_bound=is_bound, advice=advice))
         taken.append(best)
         sources.append(
             (typical[best], context) if best in typical else (steps.candidates[best], steps.context)
@@ -300,21 +306,19 @@ def _find_needed_fixes(
     taken: Sequence[Key],
     saving_ns: int,
     first_saved: dict[Key, Ints],
-) -> str:
-    """Returns the titles of the fixes without which one would save less than half; `steps` is
-    without any.
-    """
+) -> list[Key]:
+    """Returns the fixes without which one would save less than half; `steps` is without any."""
     if compute_median_floor(first_saved[key]) >= _MIN_SHARED_SAVING * saving_ns:
-        return ""
+        return []
     alone_ns = first_saved[key]
-    return "; ".join(
-        steps.candidates[other].title
+    return [
+        other
         for other in taken
         if compute_median_floor(
             steps.now_ns - steps.after_all([other, key]) - first_saved[other] - alone_ns
         )
         >= _MIN_SHARED_SAVING * (saving_ns - compute_median_floor(alone_ns))
-    )
+    ]
 
 
 def _build_finding(
@@ -399,7 +403,6 @@ class _StepCandidates:
 
     @property
     def count(self) -> int:
-        """The number of steps that count."""
         return int(self.now_ns.size)
 
     def after(self, keys: Sequence[Key]) -> dict[Key, Ints]:
@@ -420,12 +423,13 @@ class _StepCandidates:
         bound = get_point_times(self.context.graph) - max_saved_ns(self.context.graph, fixed)
         return self.lengths(np.maximum(fixed.times(self.plan), bound))
 
-    def join(self, keys: Sequence[Key]) -> Key:
-        """Adds several candidates as one; returns its key."""
+    def join(self, keys: Sequence[Key], typical: dict[Key, Candidate]) -> Key:
+        """Adds several candidates as one, in the words of the typical step; returns its key."""
         members = [self.candidates[key] for key in keys]
+        titles = [typical.get(key, self.candidates[key]).title for key in keys]
         joined: Key = (keys[0][0], tuple(change for key in keys for change in key[1]), len(keys))
         self.candidates[joined] = Candidate(
-            title=f"only together: {'; '.join(member.title for member in members)}",
+            title=f"only together: {'; '.join(titles)}",
             changes=tuple(change for member in members for change in member.changes),
             confidence=min(member.confidence for member in members),
             advice=" ".join(dict.fromkeys(member.advice for member in members)),

@@ -16,8 +16,6 @@ Texts = dict[str, Any]
 
 
 class CapturedGroup(Struct, kw_only=True):
-    """One of `groups` of a rank."""
-
     name: str | None = None
     group: str | None = None
     description: str | None = None
@@ -27,8 +25,6 @@ class CapturedGroup(Struct, kw_only=True):
 
 
 class CapturedWindow(Struct, kw_only=True):
-    """`window` of a rank."""
-
     file: str | None = None
     kind: str | None = None
     first_step: BoundedInt | None = None
@@ -38,8 +34,6 @@ class CapturedWindow(Struct, kw_only=True):
 
 
 class GraphStep(Struct, kw_only=True):
-    """`graph_step` of a rank."""
-
     step: BoundedInt | None = None
     duration_ns: BoundedInt | None = None
     file: str | None = None
@@ -48,8 +42,6 @@ class GraphStep(Struct, kw_only=True):
 
 
 class CapturedClock(Struct, kw_only=True):
-    """`clock` of a rank."""
-
     offset_ns: BoundedInt | None = None
     error_ns: BoundedInt | None = None
 
@@ -97,8 +89,6 @@ class Rank(Struct, kw_only=True):
 
 
 class Run(Struct, kw_only=True):
-    """`run` of the whole capture."""
-
     command: list[str] | None = None
     exit_code: BoundedInt | None = None
     signal: str | int | None = None

@@ -73,7 +73,6 @@ class KinetoSource:
         return True
 
     def peek(self, file: InputFile) -> FileHead:
-        """See `Source`."""
         return read_head(file)
 
     def read(
@@ -84,7 +83,6 @@ class KinetoSource:
         step: Step | None,
         processes: int | None,
     ) -> Trace:
-        """See `Source`."""
         from traceloom.formats.kineto import read_kineto
 
         return read_kineto(path, capture=capture, step=step, processes=processes)

@@ -257,7 +257,6 @@ def build_mark_frame(
 def build_counter_frame(
     columns: dict[str, Array], base_ns: int, thread_index: ThreadIndex, texts: NumberedTexts
 ) -> pl.DataFrame:
-    """The `counters` frame."""
     if not len(columns["start"]):
         return pl.DataFrame(schema=SCHEMAS["counters"])
     order = np.argsort(columns["start"], kind="stable")

@@ -53,7 +53,6 @@ def get_clock_offset_ns(capture_entry: dict[str, Any] | None) -> int:
 
 
 def get_distributed_info(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Returns `distributedInfo`, or an empty dict."""
     info = metadata.get("distributedInfo")
     return info if isinstance(info, dict) else {}
 

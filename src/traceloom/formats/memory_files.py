@@ -301,8 +301,6 @@ class MemoryTimeline:
 
 
 class _TimelineFile(GzipStream):
-    """The unpacked bytes of a timeline."""
-
     MOST_EXPANSION = 100  # numbers compress up to tenfold as text
     BOMB_BYTES = 1 << 24
 
@@ -373,7 +371,6 @@ def parse_timeline(document: Any, path: str) -> MemoryTimeline:
 
 
 def _is_table(rows: Any, width: int) -> bool:
-    """Whether the rows are lists of `width` integers."""
     return isinstance(rows, list) and all(
         isinstance(row, list)
         and len(row) == width

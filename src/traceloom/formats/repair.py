@@ -81,7 +81,6 @@ class EventRecovery(EntryRecovery):
         self.lengths += [end - start for start, end in spans]
 
     def take(self, start: int, end: int, spans: list[Span]) -> None:
-        """See `EntryRecovery`."""
         entries, unexpected = decode_loosely(b"[" + self.text[start:end] + b"]")
         if unexpected:
             self._note("odd-values", start, unexpected)

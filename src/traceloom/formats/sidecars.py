@@ -45,8 +45,6 @@ class _Thread(Struct):
 
 
 class _StacksFile(Struct):
-    """The content of a stacks file."""
-
     format: str
     version: int
     pid: BoundedInt
@@ -65,8 +63,6 @@ class _Series(Struct):
 
 
 class _TelemetryFile(Struct):
-    """The content of a telemetry file."""
-
     format: str
     version: int
     host: str

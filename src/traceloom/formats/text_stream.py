@@ -23,8 +23,6 @@ TextObserver = Callable[[bytes], None]
 
 
 class _TraceFile(GzipStream):
-    """The unpacked bytes of a trace."""
-
     READ = 1 << 16
     PIECE = 1 << 19  # the size that fits the processor's caches decodes fastest
     MOST_EXPANSION = 250  # real traces stay below 60

@@ -91,7 +91,6 @@ class RankCommunication(Struct, frozen=True):
         )
 
     def rows(self, parts: RankParts) -> pl.DataFrame:
-        """Returns the rows of the `communication` frame."""
         nodes = self.nodes(parts)
         order = np.argsort(nodes, kind="stable")
         instance = pl.Series("instance", [None], dtype=pl.Int64).new_from_index(0, nodes.size)

@@ -124,7 +124,6 @@ class HostTree(Struct, frozen=True):
     polling_ns: int
 
     def span(self) -> Ints:
-        """Durations, >= 0."""
         return self.end - self.start
 
     def named(self, pattern: str, position: Ints | None = None) -> Bools:
@@ -133,6 +132,12 @@ class HostTree(Struct, frozen=True):
         """
         is_match = contains_any(self.words, HOST_PATTERNS)[HOST_PATTERNS.index(pattern)].to_numpy()
         return is_match[self.word if position is None else self.word[position]]
+
+
+def mark_own_work(trace: Trace, tree: HostTree) -> Bools:
+    """Returns which events are calls, or operators that work themselves; shape (events kept,)."""
+    is_op = (trace.events["category"][tree.row] == vocab.OP).to_numpy()
+    return tree.call | is_op & tree.named(PLAIN_OP)
 
 
 def separate_messages(trace: Trace) -> Trace:

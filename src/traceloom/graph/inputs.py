@@ -164,7 +164,6 @@ def find_inputs(*paths: AnyPath, window: Window = "timed") -> Inputs:
 
 
 def _map_by_rank(devices: list[FileHead]) -> dict[int, FileHead]:
-    """Returns device traces by rank; each rank has one."""
     unknown = [device for device in devices if device.rank is None]
     if unknown and len(devices) > 1 and len({device.process for device in devices}) == len(devices):
         raise InputError(

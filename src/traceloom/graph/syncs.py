@@ -325,9 +325,7 @@ def find_spin_waits(
     if not times.work.row.size or not host.owner.size:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
-    category = trace.events["category"][tree.row]
-    is_plain_op = (category == "op").to_numpy() & tree.named(host_tree.PLAIN_OP)
-    fits = ~np.append(tree.call | is_plain_op, True)[host.owner] & (
+    fits = ~np.append(host_tree.mark_own_work(trace, tree), True)[host.owner] & (
         host.end - host.start >= _MIN_SPIN_NS
     )
     fits[waits] = False

@@ -17,6 +17,7 @@ from traceloom.graph.host_tree import (
     WORKER_LOADERS,
     HostTree,
     Segments,
+    mark_own_work,
 )
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.session import ThreadClock, read_thread_clocks
@@ -246,8 +247,7 @@ def _find_main_lane(trace: Trace, tree: HostTree, lanes: Ints) -> int:
 
 def _find_unexplained_segments(trace: Trace, tree: HostTree, host: Segments) -> Bools:
     """Returns gaps and self times of some length in which it is unknown what the thread does."""
-    is_plain_op = (trace.events["category"][tree.row] == "op").to_numpy() & tree.named(PLAIN_OP)
-    works = tree.call | is_plain_op | tree.named(HOST_BACKENDS)
+    works = mark_own_work(trace, tree) | tree.named(HOST_BACKENDS)
     return ~np.append(works, False)[host.owner] & (host.end - host.start >= _MIN_QUIET_NS)
 
 

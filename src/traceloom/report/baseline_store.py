@@ -52,7 +52,6 @@ class BaselineStore:
         )
 
     def names(self) -> list[str]:
-        """Returns the names of the baselines, sorted."""
         names = (
             name.removesuffix(_SUFFIX) for name in self._place.names() if name.endswith(_SUFFIX)
         )

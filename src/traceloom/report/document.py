@@ -226,7 +226,6 @@ class UnknownValues:
         return value
 
     def to_list(self) -> list[AbsentRow]:
-        """Returns `absent` of the document."""
         return [{"path": path, "reason": reason} for path, reason in sorted(self._reasons.items())]
 
 

@@ -295,7 +295,6 @@ _BLOCKS = " ░▒▓█"
 
 
 def pick_block_character(value: float, max_value: float) -> str:
-    """Returns the block character for a value, for terminals."""
     level = round(4 * value / max_value) if max_value > 0 else 0
     return _BLOCKS[min(4, level)] if level > 0 else "·"
 

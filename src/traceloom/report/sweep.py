@@ -142,7 +142,6 @@ def render_sweep(document: SweepDocument, width: int) -> Iterator[Text]:
 
 
 def format_parameter(value: SweptValue) -> str:
-    """Formats the value of a parameter, in few digits."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -326,7 +326,6 @@ def render(document: VerdictDocument, top: int, width: int) -> Iterator[Text]:
 
 
 def print_sentence(document: VerdictDocument, stream: TextIO) -> None:
-    """Prints only the sentence."""
     terminal.print_lines(
         lambda width: render_paragraph(
             describe_verdict(document), width, _COLOURS[document["verdict"]]

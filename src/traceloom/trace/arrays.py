@@ -370,7 +370,6 @@ def find_innermost_stretch(start: Ints, stop: Ints, size: int) -> Ints:
 
 
 def sort_unique(values: Array) -> Array:
-    """Returns the distinct values, sorted."""
     ordered = np.sort(values)
     first = np.ones(len(ordered), dtype=np.bool_)
     first[1:] = ordered[1:] != ordered[:-1]

@@ -210,20 +210,25 @@ def run_in_batches(
     return of_one
 
 
-def cache_per_trace(function: Callable[[Trace], T]) -> Callable[[Trace], T]:
+def cache_per_trace(
+    function: Callable[Concatenate[Trace, P], T],
+) -> Callable[Concatenate[Trace, P], T]:
     """Caches results by identity of the trace: that of the last trace, and earlier ones up to
     `MAX_CACHED_BYTES`.
 
-    A result is dropped together with its trace. It is shared and must not be modified.
+    A result is dropped together with its trace. It is shared and must not be modified. With options
+    that the user chose it is not cached.
     """
     cache: dict[int, _CachedResult[T]] = {}  # by id of the trace, the oldest first
 
     @wraps(function)
-    def remembering(trace: Trace) -> T:
+    def remembering(trace: Trace, /, *choices: P.args, **options: P.kwargs) -> T:
+        if any(choice not in (None, ()) for choice in (*choices, *options.values())):
+            return function(trace, *choices, **options)
         key = id(trace)
         if key in cache:
             return cache[key].value
-        value = function(trace)
+        value = function(trace, *choices, **options)
         if results := list(cache.values()):
             results[-1].size = estimate_array_bytes(results[-1].value)
             if sum(result.size for result in results) > MAX_CACHED_BYTES:

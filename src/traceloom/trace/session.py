@@ -55,17 +55,14 @@ ALLOCATIONS_SCHEMA = build_schema(
 
 
 def make_empty_samples() -> pl.DataFrame:
-    """An empty `samples` frame."""
     return pl.DataFrame(schema=SAMPLES_SCHEMA)
 
 
 def make_empty_telemetry() -> pl.DataFrame:
-    """An empty `telemetry` frame."""
     return pl.DataFrame(schema=TELEMETRY_SCHEMA)
 
 
 def make_empty_allocations() -> pl.DataFrame:
-    """An empty `allocations` frame."""
     return pl.DataFrame(schema=ALLOCATIONS_SCHEMA)
 
 
@@ -403,28 +400,14 @@ def find_unrecorded_steps(meta: Meta) -> tuple[NDArray[np.int64], NDArray[np.int
 
     Returns:
         Their numbers, ascending, and their wall times in nanoseconds; None if the run has no table
-        of steps.
+        of steps, or an invalid one.
     """
-    table = read_capture_table(meta.capture, meta.path, "steps")
-    if table is None:
+    run = read_run_steps(meta)
+    if run is None:
         return None
-    durations, states = table.get("duration_ns"), table.get("state")
-    if (
-        not isinstance(durations, list)
-        or not isinstance(states, list)
-        or len(durations) != len(states)
-    ):
-        return None
-    unrecorded = [
-        (step, duration)
-        for step, (duration, state) in enumerate(zip(durations, states, strict=True))
-        if step >= WARM_UP_STEPS
-        and state == _UNRECORDED_STATE
-        and isinstance(duration, int)
-        and 0 <= duration < 1 << 62
-    ]
-    columns = np.array(unrecorded, dtype=np.int64).reshape(-1, 2)
-    return columns[:, 0], columns[:, 1]
+    is_unrecorded = np.array(run.state, dtype=np.str_) == _UNRECORDED_STATE
+    steps = np.flatnonzero(is_unrecorded[WARM_UP_STEPS:]) + WARM_UP_STEPS
+    return steps, run.duration_ns[steps]
 
 
 def read_capture_table(

@@ -232,7 +232,6 @@ class Call:
         return [Tensor(_parse_shape(shape), self.list_type) for shape in shapes]
 
     def is_list(self, index: int) -> bool:
-        """Whether input `index` is a list of tensors."""
         return index < len(self.types) and self.types[index] in _TENSOR_LIST_TYPES
 
     def text(self, index: int) -> str:
@@ -488,7 +487,6 @@ class Registry:
         return registered.family if registered else None
 
     def find(self, name: str) -> WorkModel | None:
-        """Returns the model of an operator, or None."""
         registered = self._find_registered(name)
         return registered.model if registered else None
 

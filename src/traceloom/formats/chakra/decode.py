@@ -54,7 +54,6 @@ class Buffer:
 
 
 def build_buffer(data: bytes) -> Buffer:
-    """A buffer of `data`."""
     padded = data + bytes(_PADDING)
     length = len(data) + _PADDING // 2
     return Buffer(

@@ -44,7 +44,6 @@ class ByteRows:
 
 
 def build_empty_rows(count: int) -> ByteRows:
-    """Rows without bytes."""
     return ByteRows(np.zeros(0, np.uint8), np.zeros(count, np.int64))
 
 

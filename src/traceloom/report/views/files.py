@@ -58,8 +58,6 @@ class Format:
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """The content of an output directory."""
-
     fill: Callable[[Report, Path], None]
     ours: str  # its files, as a regular expression
     next_step: str = "read them with Polars, pandas or a spreadsheet"
@@ -110,7 +108,6 @@ def write_perfetto(report: Report, handle: BinaryIO) -> None:
 
 
 def write_perfetto_gz(report: Report, handle: BinaryIO) -> None:
-    """Writes the timeline for Perfetto, compressed."""
     from traceloom.system.gzip_stream import compress_output
 
     compress_output(partial(write_perfetto, report))(handle)
