@@ -250,9 +250,9 @@ class Context:
         host = NodeSelection("the host", self.select_kinds(*HOST_KINDS), "host")
         change = Change("scale", host, 0.0)
         times = self.changed(Scenario.of(self.graph), [change]).times(self.plan)
-        saved = self.compute_step_lengths(get_point_times(self.graph))
-        saved -= self.compute_step_lengths(times)
-        host_ns = min(max(int(saved.sum()) // self.step_count, 0), self.step_ns)
+        measured_ns = self.compute_step_lengths(get_point_times(self.graph)).sum()
+        saved_ns = int(measured_ns - self.compute_step_lengths(times).sum()) // self.step_count
+        host_ns = min(max(saved_ns, 0), self.step_ns)
         return (
             self.step_ns
             - host_ns

@@ -60,8 +60,6 @@ class _Document(msgspec.Struct):
 
 
 class _AllocationsFile(GzipStream):
-    """The unpacked bytes of a file of allocations."""
-
     MOST_EXPANSION = 200
     BOMB_BYTES = 1 << 24
 

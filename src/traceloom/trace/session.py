@@ -492,10 +492,9 @@ def measure_processor_wait(meta: Meta) -> tuple[int, int]:
     """Returns how long the threads of a process could have run but waited for a processor, and how
     long they ran, ns; both 0 where that is unknown.
     """
-    clocks = read_thread_clocks(meta).values()
     spent = [
         (clock.waited_ns[-1] - clock.waited_ns[0], clock.ran_ns[-1] - clock.ran_ns[0])
-        for clock in clocks
+        for clock in read_thread_clocks(meta).values()
         if clock.waited_ns is not None
     ]
     return sum(int(waited) for waited, _ in spent), sum(int(ran) for _, ran in spent)

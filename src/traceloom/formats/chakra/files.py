@@ -285,7 +285,6 @@ class EtReader:
         self._handle.close()
 
     def __iter__(self) -> Iterator[Node]:
-        """Yields the nodes in file order."""
         for block in self.blocks():
             yield from self.decoded(block)
 

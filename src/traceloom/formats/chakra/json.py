@@ -422,7 +422,6 @@ class JsonReader:
         self._handle.close()
 
     def __iter__(self) -> Iterator[Node]:
-        """Yields the nodes in file order."""
         number = 0
         try:
             for number, node in enumerate(self._next, 1):  # noqa: B007  (the notice says the number)

@@ -85,8 +85,6 @@ _UNKNOWN_REASONS = {
 
 
 class CollectivesSection(RanksSection["CollectivesValue"]):
-    """Communication by kind and size, and the longest calls."""
-
     key, title = "collectives", "Collectives"
     note = "What each moved and how fast, and how much of it compute had to wait for."
     what = "communication by kind and size, and the longest calls"
@@ -273,8 +271,6 @@ SECTION = CollectivesSection()
 
 
 class CommunicationSection(CoreSection):
-    """Collectives by kind and group."""
-
     key, title = "communication", "Communication"
     note = "Collectives by kind and group."
     path = "communication.collectives"
@@ -374,8 +370,6 @@ _GROUPS = ListSchema(
 
 
 class GroupsSection(RanksSection["list[GroupsRow]"]):
-    """Process groups and their roles."""
-
     key, title = "groups", "Groups"
     note = "Which ranks communicate with each other, and what for."
     schema = _GROUPS.schema()
@@ -442,8 +436,6 @@ _MAX_CELLS = 4096  # cells; larger jobs keep those with most bytes
 
 
 class RankMatrixSection(RanksSection["RankMatrixValue"]):
-    """Communication by sender and receiver."""
-
     key, title = "rank_matrix", "Rank × rank"
     note = "Who sends how much to whom, and how even exchanges are."
     what = "communication by sender and receiver"

@@ -46,8 +46,6 @@ _UNNUMBERED_REASON = "the trace does not number its compilations"
 
 
 class CompileSection(Section[Frames, "CompileValue"]):
-    """What the trace shows of torch.compile."""
-
     key, title = "compile", "torch.compile"
     note = "What runs compiled, where graphs break, and what compiling costs."
     what = "what the trace shows of torch.compile"

@@ -38,8 +38,6 @@ _NOT_PINNED = {
 
 
 class CopiesSection(Section[Frames, "CopiesValue"]):
-    """Copies and fills of GPU memory."""
-
     key, title = "copies", "Copies"
     note = "How much is copied and filled, in which direction, how fast and for whom."
     what = "copies and fills of GPU memory"
@@ -146,8 +144,6 @@ _RANGES = build_schema("range_count launch_count unpaired absent")
 
 
 class CountersSection(Section[Frames, "CountersValue"]):
-    """Hardware counters, over time and by operator."""
-
     key, title = "counters", "Counters"
     note = (
         "Hardware counters in the recording: over time, and of single kernels with their operators."

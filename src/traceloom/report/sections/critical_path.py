@@ -49,8 +49,6 @@ _NO_EVENT_REASON = "nothing in it is a recorded event"
 
 
 class CriticalPathSection(Section[None, "CriticalPathValue"]):
-    """The critical path of one step."""
-
     key, title = "critical_path", "Critical path"
     note = "What decides how long a step takes, over host, devices and ranks."
     what = "the critical path of one step"

@@ -66,8 +66,6 @@ that blocks, a Python frame; unobserved where nothing is recorded). Each of the 
 
 
 class BreakdownSection(CoreSection):
-    """GPU time of every rank, and time of its main thread by phase and by activity."""
-
     key, title = "breakdown", "Breakdown"
     shows_only = True
     anchor = "breakdown-section"
@@ -201,8 +199,6 @@ _UNKNOWN_REASONS = {"gaps": "the edges of the recording are no gaps"}
 
 
 class IdleSection(CoreSection):
-    """Causes of idle time of the devices of each rank."""
-
     key, title = "idle", "Idle time"
     shows_only = True
     note = "Why the GPU had nothing to do, gap by gap."
@@ -324,8 +320,6 @@ def _explain_gap(row: IdleGapsRow) -> str | None:
 
 
 class IdleGapsSection(Section[pl.DataFrame, "list[IdleGapsRow]"]):
-    """The longest gaps of all devices."""
-
     key, title = "idle_gaps", "Longest gaps"
     note = "The longest stretches in which a device had nothing to do, each with its cause and what stands for it."
     schema = _GAPS_SCHEMA.schema()

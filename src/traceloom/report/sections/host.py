@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 
 class HostSection(CoreSection):
-    """Time of each host thread by innermost activity."""
-
     key, title = "host", "Host threads"
     shows_only = True
     note = "What each thread did, by innermost activity."
@@ -103,8 +101,6 @@ _SUM_SCHEMA = pl.Schema({name: kind for name, kind in CONCURRENCY.items() if nam
 
 
 class ThreadsSection(Section[Frames, "ThreadsValue"]):
-    """Host threads by activity."""
-
     key, title = "threads", "Threads"
     note = "What each host thread is for, and how many work at the same time."
     what = "host threads by what they do"
@@ -246,8 +242,7 @@ _NO_FRAME_REASON = "no Python frame of the program is recorded around the call"
 
 
 class BlockingCallsSection(Section[tuple[Frames, int], "BlockingCallsValue"]):
-    """Calls in which the host waits. Its measurement holds the lists, and the time in all calls."""
-
+    # The measurement holds the lists, and the time in all calls.
     key, title = "blocking_calls", "Blocking calls"
     note = "Where the host stops and waits, and whether the GPU has work meanwhile."
     what = "calls in which the host waits"
@@ -368,8 +363,6 @@ _LOADING_PARTS = {
 
 
 class DataLoadingSection(CoreSection):
-    """Waits of the main thread for the next batch."""
-
     key, title = "data_loading", "Data loading"
     anchor = "loading"
     note = "Waits for the next batch."

@@ -47,8 +47,6 @@ def _get_table(name: str, result: Inference) -> pl.DataFrame:
 
 
 class InferenceSection(Section[Inference, "InferenceValue"]):
-    """Steps of a server, and the operators of graph replays."""
-
     key, title = "inference", "Inference"
     note = "Steps of an inference server with their batches, the time between tokens, the operators of graph replays."
     missing = (

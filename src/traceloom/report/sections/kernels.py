@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 class KernelsSection(CoreSection):
-    """GPU work by name."""
-
     key, title = "kernels", "Kernels"
     note = "GPU work by name, summed over ranks."
     in_markdown = True
@@ -129,8 +127,6 @@ _OPERATOR_DEVICE_COLUMNS = (
 
 
 class OperatorsSection(CoreSection):
-    """Framework operators by host time."""
-
     key, title = "operators", "Operators"
     note = "Framework operators by host time."
     in_markdown = True
@@ -188,8 +184,6 @@ _NO_SHAPES_REASON = "shapes were not recorded, or the operator has none"
 
 
 class KernelShapesSection(Section[Frames, "KernelShapesValue"]):
-    """GPU work by operator and shapes."""
-
     key, title = "kernel_shapes", "Kernels by shapes"
     note = "GPU work by the operator that launched it and the shapes of its inputs."
     what = "GPU work by the operator that launched it and the shapes of its inputs"
@@ -326,8 +320,6 @@ _NO_DURATION_REASONS = {"fraction": "no GPU work of this device has a duration"}
 
 
 class KernelKindsSection(Section[Frames, "KindsValue"]):
-    """GPU time by kind of work."""
-
     key, title = "kinds", "Kinds of GPU work"
     note = "What kind of work takes the GPU's time, what bounds it, and how full it keeps the GPU."
     what = "GPU time by kind of work and by what bounds it; how full kernels keep the GPU"

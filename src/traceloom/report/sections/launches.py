@@ -77,8 +77,6 @@ _DELAY_COLUMNS = [
 
 
 class LaunchesSection(Section[Launches, "LaunchesValue"]):
-    """Launch calls, the start of their work, and queues."""
-
     key, title = "launches", "Launches"
     note = "What happens between launch calls and the start of their work; queues; kernels too short for it."
     missing = "no GPU work was recorded"
@@ -374,8 +372,6 @@ _NO_NODE_REASON = "no node of the replay is above its median"
 
 
 class GraphLaunchesSection(Section[Frames, "GraphLaunchesValue"]):
-    """Graphs, their nodes and their replays."""
-
     key, title = "graph_launches", "Graph launches"
     note = "CUDA and HIP graphs: one call, many kernels; replays laid node upon node."
     missing = "no graph launch was recorded"

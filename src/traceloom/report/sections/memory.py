@@ -57,8 +57,6 @@ if TYPE_CHECKING:
 
 
 class MemorySection(CoreSection):
-    """Memory allocated by device."""
-
     key, title = "memory", "Memory"
     note = "What the allocator had given out."
     path = "memory.devices"
@@ -214,8 +212,6 @@ class RankMemories(NamedTuple):
 
 
 class MemoryOwnersSection(Section[RankMemories | None, "MemoryOwnersValue"]):
-    """Owners of the memory."""
-
     key, title = "memory_owners", "Memory by owner"
     note = "Who holds the memory: over time, and at the peak by module, scope and category."
     what = "who holds the memory"

@@ -38,8 +38,6 @@ _MAX_NODES = 4_000  # of one rank's tree in the page
 
 
 class ModulesSection(CoreSection):
-    """Time by module of the model."""
-
     key, title = "modules", "Modules"
     note = "Which part of the model the time belongs to."
 

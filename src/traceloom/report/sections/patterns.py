@@ -34,8 +34,6 @@ _UNKNOWN_REASONS = {
 
 
 class AntiPatternsSection(Section[Frames, "AntiPatternsValue"]):
-    """Known patterns and their matches."""
-
     key, title = "anti_patterns", "Anti-patterns"
     note = "What PyTorch's own profiler warns of, looked for in the recording; and what the recording cannot tell."
     parts = {
@@ -157,8 +155,6 @@ _MAX_NAME_WIDTH = 28
 
 
 class PatternsSection(Section[Patterns, "PatternsValue"]):
-    """Frequent sequences of kernels, of each rank and of the job."""
-
     key, title = "patterns", "Patterns"
     note = (
         "Sequences of kernels that occur again and again: what could be fused, or put into a graph."

@@ -81,8 +81,6 @@ _NO_LAUNCH_REASON = "the launch of the last one is not recorded"
 
 
 class AcrossRanksSection(RanksSection["AcrossRanksValue"]):
-    """Comparison of the ranks of a job."""
-
     key, title = "across_ranks", "Across ranks"
     note = "Who arrived last at collectives, why, and how long the others waited."
     what = "the ranks of a job against each other"
@@ -354,8 +352,6 @@ _MEASURE_LABELS = {
 
 
 class ImbalanceSection(RanksSection["ImbalanceValue"]):
-    """Load balance across ranks."""
-
     key, title = "imbalance", "Imbalance"
     note = "How evenly compute, memory, tokens and exchanged bytes lie on the ranks."
     what = "balance of load"
@@ -448,8 +444,6 @@ _NO_PIPELINE_REASON = "no ranks that send to each other with known peers were re
 
 
 class PipelineSection(RanksSection["PipelineValue"]):
-    """Pipelines and their bubbles."""
-
     key, title = "pipeline", "Pipeline"
     note = "Stages by who sends to whom, and the time in which they had nothing to compute."
     what = "pipelines"

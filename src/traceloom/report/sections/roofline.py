@@ -56,8 +56,6 @@ _STEP_REASONS = {
 
 
 class RooflineSection(Section[Roofline, "RooflineValue"]):
-    """FLOPs and bytes of operators relative to the peaks of the device; MFU and HFU."""
-
     key, title = "roofline", "Roofline"
     note = "How close operators and steps come to what the device could do."
     what = "FLOPs and bytes of operators against the peaks of the device; MFU and HFU"

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 
 class StepsSection(CoreSection):
-    """The steps of every rank, and the time of the devices or the main thread in each."""
-
     key, title = "steps", "Steps"
     shows_only = True
     note = "One row per step; the longest step fills the width."
@@ -247,8 +245,6 @@ _NO_STEPS_REASON = "the trace holds no whole step with such work"
 
 
 class PerStepSection(Section[WorkPerStep, "PerStepValue"]):
-    """Work of a typical step."""
-
     key, title = "per_step", "Per step"
     note = "Kernels and operators of a usual step, and how far steps lie apart."
     what = "work of a usual step, with its spread over the whole steps"
@@ -315,8 +311,6 @@ _MAX_DIFFERENCES = 200
 
 
 class SlowStepsSection(RanksSection["SlowStepsValue"]):
-    """Slow steps, and their difference from the typical one."""
-
     key, title = "slow_steps", "Slow steps"
     note = "Steps beyond the spread of the others, and what was different in them."
     what = "slow steps"
