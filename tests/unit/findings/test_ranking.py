@@ -12,7 +12,12 @@ from support.jobs import Recipe, training_job
 from traceloom.changes.changes import Change, NodeSelection, parse
 from traceloom.changes.whatif import whatif
 from traceloom.findings import RULES, Context, rank
-from traceloom.findings.ranking import HIGH_SHARE, MEDIUM_SHARE, MIN_SAVING_SHARE
+from traceloom.findings.ranking import (
+    HIGH_SHARE,
+    MEDIUM_SHARE,
+    MIN_SAVING_SHARE,
+    compute_usual_saving,
+)
 from traceloom.findings.rule import Candidate, FindingRule, MemoryCandidate, Message, Remark
 from traceloom.graph import graph as graph_schema
 from traceloom.trace.notice import Abstention
@@ -182,3 +187,19 @@ def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
     )
     assert {(one.rank, one.lane is None) for one in kernels} == {(0, False), (1, True), (2, False)}
     assert rank(found, RULES).time  # and no rule trips over it
+
+
+@pytest.mark.parametrize(
+    ("saved", "usual"),
+    [
+        ([5, 5, 5, 5, 90], 5),
+        ([0, 0, 120, 320, 0], 30),  # bursts: the largest does not count
+        ([0, 0, 0, 500, 0], 0),  # one step alone may be chance
+        ([7], 7),
+        ([0], 0),
+        ([-3, 0, 0, 0, 9], 0),
+        ([0, 40], 0),
+    ],
+)
+def test_what_few_steps_gain_counts_where_most_gain_nothing(saved: list[int], usual: int) -> None:
+    assert compute_usual_saving(np.array(saved, dtype=np.int64)) == usual
