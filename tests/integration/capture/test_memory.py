@@ -409,3 +409,17 @@ def test_activations_of_a_graph_from_before_the_window_are_known(
     assert held["parameter", "census"] == 4 * (64 * 256 + 256)
     (gone,) = [notice for notice in beside["notices"] if notice["slug"] == "unrecorded-frees"]
     assert gone["count"] >= 1
+
+
+@pytest.mark.thorough
+def test_a_leak_is_told_with_the_line_of_the_program(tmp_path: Path, shared_data: Path) -> None:
+    script = shared_data / "failing" / "scripts" / "leak.py"
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "traceloom", "record", "--memory", "--stacks", "-o", str(run)]
+    subprocess.run(
+        [*command, "--", sys.executable, str(script)], capture_output=True, timeout=300, check=True
+    )
+    (entry,) = build(traceloom.load(run))["ranks"]
+    stacks = [row["stack"] for memory in entry["memories"] for row in memory["growth"]]
+    assert stacks
+    assert all(str(stack).startswith("leak.py(") for stack in stacks)

@@ -14,7 +14,11 @@ from hypothesis import given, strategies as st
 from traceloom.analyze.memory_answers import MIN_STEPS, explain, explain_allocations
 from traceloom.analyze.memory_blocks import EXISTED_BEFORE, build_blocks
 from traceloom.analyze.memory_owners import LONG_SCHEMA, iterate_block_tables
+from traceloom.findings import Context
+from traceloom.findings.rule import MemoryCandidate
+from traceloom.findings.transfers import find_memory_growth
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import Session
 from traceloom.trace.trace import Trace
 
 EVALUATE = "autograd::engine::evaluate_function: "
@@ -395,17 +399,27 @@ def test_the_blocks_add_up_to_the_allocators_total_after_every_event(
 
 
 def _leaking(
-    leaks: bool, steps: int = MIN_STEPS + 2, leaking: Callable[[int], bool] = lambda _: True
+    leaks: bool,
+    steps: int = MIN_STEPS + 2,
+    leaking: Callable[[int], bool] = lambda _: True,
+    stacks: bool = False,
+    size: int = 1000,
 ) -> Trace:
     builder = TraceBuilder()
     for step in range(steps):
         start = 100.0 * step
         builder.step(step, start, 100).annotation("traceloom.scope:loop", start + 1, 90)
-        builder.op("aten::add", start + 2, 5).allocation(start + 3, 1000, address=10 * step + 1)
+        if stacks:
+            builder.python("train.py(14): <module>", start + 1.2, 50)
+            builder.python("torch/functional.py(3): add", start + 1.4, 6)
+            builder.python(
+                f"<built-in method add of Tensor object at 0x7f{step}>", start + 1.6, 5.5
+            )
+        builder.op("aten::add", start + 2, 5).allocation(start + 3, size, address=10 * step + 1)
         builder.op("aten::mul", start + 10, 5).allocation(start + 12, 50, address=10 * step + 2)
         builder.allocation(start + 20, -50, address=10 * step + 2)
         if not (leaks and leaking(step)):
-            builder.allocation(start + 30, -1000, address=10 * step + 1)
+            builder.allocation(start + 30, -size, address=10 * step + 1)
     return builder.build()
 
 
@@ -414,6 +428,19 @@ def test_what_every_step_leaves_behind_grows() -> None:
     assert found.select("site", "bytes_per_step", "step_count").rows() == [
         ("loop.add.1", 1000.0, MIN_STEPS + 1)
     ]
+
+
+def test_memory_that_grows_is_made_in_the_users_own_code() -> None:
+    trace = _leaking(leaks=True, stacks=True, size=20_000)
+    assert explain_allocations(trace).growth["frame"].to_list() == ["train.py(14): <module>"]
+    (finding,) = find_memory_growth(Context.of(Session((trace,), "made")))
+    assert isinstance(finding, MemoryCandidate)
+    assert finding.advice.endswith("It is made in train.py(14): <module>.")
+    explained = explain(trace)
+    stacks, number = explained.by("stack")
+    used = {stacks[index] for index in number.tolist()}
+    assert len(used) == 2, "the address of an object makes no other stack"
+    assert not any("0x7f" in stack for stack in used)
 
 
 @pytest.mark.parametrize(

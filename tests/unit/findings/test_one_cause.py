@@ -37,6 +37,10 @@ def test_a_slow_loader_has_one_share_in_sentence_bar_and_section(tmp_path: Path)
     assert float(share) == pytest.approx(100 * waited / length, abs=0.1)
     (finding,) = rank(Context.of(session), RULES).time
     assert finding.slug == "data-starved"
+    (said,) = re.findall(r"the step waits ([\d.]+) ms for data", finding.title)
+    assert float(said) == pytest.approx(
+        waited / 1e6 / session.traces[0].steps["complete"].sum(), rel=0.01
+    )
     assert "4 workers" in finding.title
     assert "assumes 4 workers" in finding.advice
 

@@ -198,7 +198,6 @@ def test_evidence_is_never_of_another_trace_that_claims_the_same_rank() -> None:
         ([7], 7),
         ([0], 0),
         ([-3, 0, 0, 0, 9], 0),
-        ([0, 40], 0),
     ],
 )
 def test_what_few_steps_gain_counts_where_most_gain_nothing(saved: list[int], usual: int) -> None:

@@ -23,7 +23,6 @@ from traceloom.report.findings import build_findings
 from traceloom.trace.session import Session
 
 TINY, BIG = 400, 20  # operators of a step
-ITEMS = Path(__file__).parents[4] / "shared/data/failing/scripts/items.py"
 
 
 def session_of(step: HandStep, **overhead: Any) -> Session:
@@ -82,10 +81,9 @@ def test_a_step_of_the_device_is_as_long_without_recording() -> None:
 
 @pytest.mark.thorough
 def test_items_that_are_read_in_a_loop_save_about_what_leaving_them_out_does(
-    tmp_path: Path,
+    tmp_path: Path, shared_data: Path
 ) -> None:
-    if not ITEMS.exists():
-        pytest.skip("shared/data/failing is absent")
+    script = str(shared_data / "failing" / "scripts" / "items.py")
     spent = []
     clock = (
         "import sys, time; source = open(sys.argv[1]).read(); marks = []\n"
@@ -94,14 +92,14 @@ def test_items_that_are_read_in_a_loop_save_about_what_leaving_them_out_does(
         "steps = sorted(b - a for a, b in zip(marks[9:], marks[10:])); print(steps[len(steps) // 2])"
     )
     for more in ((), ("--fix",)):
-        command = [sys.executable, "-W", "ignore", "-c", clock, str(ITEMS), *more]
+        command = [sys.executable, "-W", "ignore", "-c", clock, script, *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
         spent.append(float(done.stdout.split()[-1]))
     truth = 1 - spent[1] / spent[0]
     run = tmp_path / "run"
     command = [sys.executable, "-m", "traceloom", "record", "-o", str(run), "--"]
     subprocess.run(
-        [*command, sys.executable, str(ITEMS)],
+        [*command, sys.executable, script],
         capture_output=True,
         timeout=300,
         check=True,
