@@ -287,12 +287,14 @@ class _Outcomes:
         Fake tensors know more than meta kernels (strides of a channels-last convolution) but are
         slower. If they fail too, the op is called on tensors of zeros, provided these are small.
         """
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._subclasses import fake_tensor
 
         compared = self._call(row, META)
         if _get_trust_order(compared) > 1:
-            with FakeTensorMode(allow_fallback_kernels=False):
+            fake_tensor.log.disabled = True  # it prints a traceback of what `_call` reports
+            with fake_tensor.FakeTensorMode(allow_fallback_kernels=False):
                 compared = min(compared, self._call(row, CPU), key=_get_trust_order)
+            fake_tensor.log.disabled = False
         tensors = [*row["inputs"], *(output for output in row["outputs"] if output is not None)]
         if (
             _get_trust_order(compared) > 1

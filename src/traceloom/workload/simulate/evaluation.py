@@ -12,6 +12,7 @@ from traceloom.errors import CheckError, InvariantError
 from traceloom.graph import Plan, graph as graph_schema
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph, get_column_array, unwrap_array
+from traceloom.system import units
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Ints
 from traceloom.workload.chakra.check_files import Arcs, find_cycles, sort_topologically
@@ -19,9 +20,11 @@ from traceloom.workload.simulate.contention import (
     SimulatedTimes,
     simulate_contention as with_contention,
 )
+from traceloom.workload.simulate.memory import require_memory
 from traceloom.workload.simulate.transfers import LinkBundles, Operations, Transfers
 
 _MAX_CYCLE_SHOWN = 8
+_BYTES_PER_ITEM = 400  # of memory that a simulation takes for a node or an edge
 _ZERO_LENGTH_KINDS = (graph_schema.RENDEZVOUS, graph_schema.ARRIVAL)
 
 
@@ -55,6 +58,24 @@ def make_deadlock_error(graph: Graph) -> CheckError:
     )
 
 
+def check_memory(graph: Graph, copies: int = 1) -> None:
+    """Checks that a graph can be simulated with the memory that is free.
+
+    Args:
+        graph: The graph.
+        copies: How many of it are simulated together.
+
+    Raises:
+        UsageError: slug `no-memory-left`.
+    """
+    nodes, edges = copies * graph.nodes.height, copies * graph.edges.height
+    require_memory(
+        _BYTES_PER_ITEM * (nodes + edges),
+        f"{units.format_quantity(nodes, 'node')} and {units.format_quantity(edges, 'dependency')} need",
+        "simulate one step (--step) or fewer ranks, or free memory",
+    )
+
+
 _SERIAL = (graph_schema.KERNEL, graph_schema.COPY, graph_schema.FILL)
 
 
@@ -63,7 +84,9 @@ def build_plan(graph: Graph) -> Plan:
 
     Raises:
         CheckError: slug `deadlock`: nodes wait for each other.
+        UsageError: slug `no-memory-left`: as `check_memory` raises.
     """
+    check_memory(graph)
     try:
         return Plan(graph)
     except InvariantError as error:

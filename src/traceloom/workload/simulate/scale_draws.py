@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
 from traceloom.trace.array_types import Bools, Floats, Ints
+from traceloom.workload.simulate.memory import MIN_FREE_BYTES, require_memory
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
 
 _BATCH_TIMES = 8_192  # times of a point that are processed at once, to stay in the CPU caches
 _MAX_ERROR = 0.5  # of a mean: beyond it a normal distribution is meaningless
+_POINTS_PER_CHECK = 1 << 10
 _NUMBERS = 1 << 20  # length of the row of random numbers
 
 
@@ -87,6 +89,8 @@ class MonteCarlo:
             target[target_order], np.arange(2 * count + 1)
         ).tolist()
         self._source: list[int] = source.tolist()
+        # Nodes of which a part passes before a successor may start.
+        self._overlapped = set((source[~np.isnan(variation.part)] // 2).tolist())
         self._uses = np.bincount(source, minlength=2 * count)
         self._uses[0::2] += 1  # a node's end waits for its start
         start = nodes["start_ns"].to_numpy()
@@ -209,7 +213,11 @@ class MonteCarlo:
             factors: Floats = pools[pool].take(numbers[index : index + size]).reshape(shape)
             return factors
 
-        for point in self._order:
+        for number, point in enumerate(self._order):
+            if not number % _POINTS_PER_CHECK:
+                require_memory(
+                    MIN_FREE_BYTES, f"draws of {copies:,} copies need", "ask for fewer ranks"
+                )
             node, is_end = divmod(point, 2)
             latest: Any = None
             if is_end:
@@ -231,7 +239,8 @@ class MonteCarlo:
                             duration * effects[self._stage[node]][side[node], self._step[node]]
                         )
                     latest = times[point - 1] + duration
-                    taken_by[node] = duration
+                    if node in self._overlapped:
+                        taken_by[node] = duration
                 else:
                     latest = times[point - 1]
                 remaining[point - 1] -= 1

@@ -25,6 +25,7 @@ from traceloom.graph.graph import (
 )
 from traceloom.trace.array_types import Bools, Floats, Ints
 from traceloom.trace.frames import cast_to_schema
+from traceloom.workload.simulate.evaluation import check_memory
 
 # Groups of these roles keep their size, even if they contain a rank of every copy.
 _KEEP = ("tensor", "pipeline", "expert", "context", "embedding")
@@ -782,6 +783,7 @@ def expand_replica(
         ranks.
     """
     single = replica.graph
+    check_memory(single, copies)
     axis = RankNumbering(replica.axis.stride, copies, replica.axis.positions * copies)
     inner = single.nodes.height - meetings.height
     lanes = single.lanes.height

@@ -263,3 +263,12 @@ def test_where_the_cpu_gives_another_answer_than_meta_kernels_it_is_right() -> N
     result = dry_run_rank(build.build())
     assert result.wrong == ()
     assert [left.reason for left in result.left] == ["data-dependent"]
+
+
+def test_what_fails_is_reported_and_prints_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    build = PlanBuilder()
+    x, w = build.tensor(8, 4, external=True), build.tensor(5, 6, external=True)
+    build.run(MM, T[:2], [x, w], [build.tensor(8, 6)])
+    result = dry_run_rank(build.build())
+    assert [left.count for left in result.left] == [1]
+    assert caplog.records == []

@@ -56,21 +56,32 @@ def test_as_a_whole_and_message_by_message(
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("topology", ["Ring", "Switch"])
+@pytest.mark.parametrize("topology", ["Ring", "Switch", "FullyConnected"])
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "all_to_all"])
 @pytest.mark.parametrize("ranks", [5, 12])
+@pytest.mark.parametrize("splits", [1, 3])
 def test_one_rank_stands_for_all_where_all_begin_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, topology: str, kind: str, ranks: int
+    tmp_path: Path, topology: str, kind: str, ranks: int, splits: int
 ) -> None:
-    monkeypatch.setattr("traceloom.workload.simulate.astra_sim.engine._MIN_ROTATION_MESSAGES", 0)
+    """Then all send to rank 0 at once, which serves those first who ended first."""
+    jobs = [
+        [
+            collective(1, kind.upper(), 120_000, is_cpu_op=False),
+            collective(2, kind.upper(), 120_000, [1], is_cpu_op=False),
+            *([send(3, 0, [2], comm_size=50_000)] if rank else []),
+            *([receive(2 + k, k, [2], comm_size=50_000) for k in range(1, ranks) if not rank]),
+        ]
+        for rank in range(ranks)
+    ]
+    read = astra_sim.workload(write_set(tmp_path / "set", *jobs))
     network = astra_sim.network(topology, str(ranks), "30", "200")
-    read = astra_sim.two_collectives(tmp_path / "set", kind, ranks, 120_000)
-    system = astra_sim.system("direct", splits=2)
+    system = astra_sim.system("direct", splits=splits)
     whole, parts = (
         astra_sim.ends(astra_sim.node_mask(read), None, network, system, aware=True, whole=whole)
         for whole in (True, False)
     )
     assert whole == parts
+    assert None not in whole
 
 
 def test_a_message_takes_latency_and_bytes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from traceloom.graph.graph import Graph
 from traceloom.workload.chakra.graph_read import write_ranks
 from traceloom.workload.simulate.contention import simulate_contention
 from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
+from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import (
     Dimension,
     Machine,
@@ -493,3 +494,19 @@ def test_messages_to_one_rank_share_its_link_and_not_the_latency(
     home = write_set(tmp_path / "set", messages, *[[send(1, 0, comm_size=size)]] * senders)
     machine = Machine((Dimension("switch", senders + 1, 1.0, float(latency)),))
     assert run(home, machine).after_ns == senders * size + 2 * latency
+
+
+def test_a_workload_larger_than_the_free_memory_is_refused_by_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each node and each dependency of the graph counts with 400 bytes."""
+    home = write_set(tmp_path / "set", [node(1, us=5), node(2, deps=[1], us=5)])
+    graph = open_input(home).graph
+    needed = 400 * (graph.nodes.height + graph.edges.height)
+    free = {"bytes": needed - 1}
+    monkeypatch.setattr("traceloom.workload.simulate.memory.get_free_memory", lambda: free["bytes"])
+    with pytest.raises(UsageError, match=r"\d nodes and \d dependencies need .* kB of memory") as e:
+        run(home)
+    assert e.value.slug == "no-memory-left"
+    free["bytes"] = needed
+    assert run(home).after_ns == 10_000

@@ -19,7 +19,6 @@ import numpy as np
 
 from traceloom.errors import UsageError
 from traceloom.graph.evaluate import MAX_DURATION_NS
-from traceloom.system.process import get_free_memory
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.workload.collective_algorithms import (
     Schedule,
@@ -30,6 +29,7 @@ from traceloom.workload.collective_algorithms import (
     compute_log2,
     compute_parents,
 )
+from traceloom.workload.simulate.memory import MIN_FREE_BYTES, require_memory
 
 FAST_DELAY_NS = 10  # delay of a group's endpoints, whatever the configuration says
 
@@ -413,7 +413,7 @@ class Clock:
             if not self._times:
                 break
             if not number % _TIMES_PER_CHECK:
-                _check_memory()
+                require_memory(MIN_FREE_BYTES, "so many messages under way need", _SMALLER)
             self.now = time = self._times[0]
             for event, payload in self._events[
                 time
@@ -425,17 +425,7 @@ class Clock:
 
 _TIMES_PER_CHECK = 1 << 12
 _MAX_SIZES = 64  # arrays of sizes whose times are kept
-_MIN_FREE_BYTES = 1 << 28
-
-
-def _check_memory() -> None:
-    free = get_free_memory()
-    if free is not None and free < _MIN_FREE_BYTES:
-        raise UsageError(
-            f"the messages that are under way take all memory: {free >> 20} MiB are left",
-            slug="no-memory-left",
-            hint="simulate fewer ranks, smaller collectives, or with preferred-dataset-splits 1",
-        )
+_SMALLER = "simulate fewer ranks, smaller collectives, or with preferred-dataset-splits 1"
 
 
 Arrive = Callable[[Any], None]
@@ -524,11 +514,10 @@ class Links:
     def __init__(self, fabric: AnalyticalNetwork, clock: Clock) -> None:
         self._clock, self._fabric = clock, fabric
         self._rate, self._latency = fabric.bytes_per_ns(0), fabric.latencies[0]
-        self._waiting: dict[Link, deque[_Travel]] = {}
-        self._routes: dict[Link, Sequence[Link]] = {}
+        self._links: dict[Link, _Link] = {}
+        self._routes: dict[Link, Sequence[_Link]] = {}
         self._times: dict[int, tuple[int, int]] = {}  # of each size: on a link, and to its end
         self.in_flight = 0
-        self.usage: dict[Link, list[int]] = {}  # bytes, busy time, time that messages waited for it
 
     def route(self, source: int, target: int) -> list[Link]:
         """Returns the links between two ranks."""
@@ -539,60 +528,62 @@ class Links:
         self.in_flight += 1
         links = self._routes.get((source, target))
         if links is None:
-            links = self._routes[source, target] = self.route(source, target)
-        self._take(_Travel(size, links, 0, arrive, payload, self._clock.now))
+            ends = self.route(source, target)
+            links = self._routes[source, target] = [self._get_link(link) for link in ends]
+        times = self._times.get(size)
+        if times is None:
+            occupied = size / self._rate
+            times = self._times[size] = int(occupied), int(self._latency + occupied)
+        self._take(Travel(size, times, links, 0, arrive, payload, self._clock.now))
 
     def occupied_ns(self, size: int) -> int:
         return int(size / self._rate)
 
-    def _take(self, travel: _Travel) -> None:
+    def _get_link(self, ends: Link) -> _Link:
+        return self._links.setdefault(ends, _Link(ends, [0, 0, 0], deque()))
+
+    def _take(self, travel: Travel) -> None:
         link = travel.links[travel.next]
-        waiting = self._waiting.get(link)
-        if waiting is not None:
-            travel.since = self._clock.now
-            waiting.append(travel)
+        if link.busy:
+            link.waiting.append(travel)
         else:
-            self._waiting[link] = deque()
+            link.busy = True
             self._serve(link, travel)
 
-    def _serve(self, link: Link, travel: _Travel) -> None:
+    def _serve(self, link: _Link, travel: Travel) -> None:
         now = self._clock.now
-        times = self._times.get(travel.size)
-        if times is None:
-            occupied = travel.size / self._rate
-            times = self._times[travel.size] = int(occupied), int(self._latency + occupied)
-        self._clock.at(now + times[1], self._there, travel)
-        self._clock.at(now + times[0], self._free, link)
-        used = self.usage.setdefault(link, [0, 0, 0])
+        busy_ns, travel_ns = travel.times
+        self._clock.at(now + travel_ns, self._there, travel)
+        self._clock.at(now + busy_ns, self._free, link)
+        used = link.used
         used[0] += travel.size
-        used[1] += times[0]
+        used[1] += busy_ns
         used[2] += now - travel.since
 
-    def _there(self, travel: _Travel) -> None:
+    def _there(self, travel: Travel) -> None:
         travel.next += 1
-        travel.since = self._clock.now
         if travel.next < len(travel.links):
+            travel.since = self._clock.now
             self._take(travel)
         else:
             self.in_flight -= 1
             travel.arrive(travel.what)
 
-    def _free(self, link: Link) -> None:
-        waiting = self._waiting[link]
-        if waiting:
-            self._serve(link, waiting.popleft())
+    def _free(self, link: _Link) -> None:
+        if link.waiting:
+            self._serve(link, link.waiting.popleft())
         else:
-            del self._waiting[link]
-
-    def add(self, usage: Mapping[Link, Sequence[int]]) -> None:
-        for link, values in usage.items():
-            total = self.usage.setdefault(link, [0, 0, 0])
-            total[:] = [before + extra for before, extra in zip(total, values, strict=True)]
+            link.busy = False
 
     @property
-    def idle(self) -> bool:
-        """Returns whether no message is in flight."""
-        return not self.in_flight and not self._waiting
+    def usage(self) -> dict[Link, list[int]]:
+        """The links that were used: bytes, busy time, time that messages waited for it."""
+        return {ends: link.used for ends, link in self._links.items() if link.used[0]}
+
+    def add(self, usage: Mapping[Link, Sequence[int]]) -> None:
+        for ends, values in usage.items():
+            used = self._get_link(ends).used
+            used[:] = [before + extra for before, extra in zip(used, values, strict=True)]
 
 
 class LostOrderError(Exception):
@@ -696,12 +687,23 @@ class OrderedLinks:
         }
 
 
-@dataclass(slots=True)
-class _Travel:
+@dataclass(eq=False, slots=True)
+class _Link:
+    """A link with its usage, and the messages that wait for it."""
+
+    ends: Link
+    used: list[int]
+    waiting: deque[Travel]
+    busy: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Travel:
     """A message in flight, which has requested the link `next` at `since`."""
 
     size: int
-    links: Sequence[Link]
+    times: tuple[int, int]
+    links: Sequence[_Link]
     next: int
     arrive: Arrive
     what: Any

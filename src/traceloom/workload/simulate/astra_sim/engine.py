@@ -54,10 +54,6 @@ from traceloom.workload.simulate.astra_sim.streams import (
 
 Algorithm = Callable[[int], Sequence[RankNodes]]  # ranks of the group -> nodes of each position
 
-_MIN_ROTATION_MESSAGES = (
-    10_000  # messages of one chunk from which it is worthwhile to look for a rotation
-)
-
 
 @dataclass(eq=False, slots=True)
 class Meeting:
@@ -76,7 +72,7 @@ class Meeting:
         node: The node of each rank.
         end_ns: End at each rank, -1 before it.
         came: Number of ranks that have arrived with a matching collective.
-        apart: Whether its ranks do not all run the same steps at the same times.
+        order: Its positions in the order in which they began, if it runs message by message.
     """
 
     name: str
@@ -91,7 +87,7 @@ class Meeting:
     node: list[int]
     end_ns: list[int]
     came: int = 0
-    apart: bool = False
+    order: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -411,11 +407,11 @@ class AstraEngine:
         elif self._whole and self._is_whole(meeting):
             if meeting.came == len(group):
                 self._meet(meeting)
-        elif self._may_rotate(meeting):
-            if meeting.came == 1:  # check which other ranks arrive at this time
-                self.clock.at(self.clock.now, self._rotate, meeting)
         else:
             self._begin_chunks(rank, meeting, position)
+            meeting.order.append(position)
+            if self._may_rotate(meeting):
+                self._rotate(meeting)
 
     def _is_whole(self, meeting: Meeting) -> bool:
         """Returns whether a collective can be computed once all its ranks have come.
@@ -488,34 +484,31 @@ class AstraEngine:
             stream.proceed()
 
     def _may_rotate(self, meeting: Meeting) -> bool:
-        """Returns whether all ranks may run in lockstep, and there are enough messages to make it
-        worthwhile.
+        """Returns whether one rank stands for all: they have just begun, one after the other, no
+        message is in flight, and each link serves one message after the other.
         """
-        if (
-            self._queued is None
-            or meeting.apart
-            or len(meeting.group) < len(self.ranks)
-            or not self._rotates
-        ):
+        count = len(self.ranks)
+        if self._queued is None or not self._rotates or meeting.came < count:
             return False
         ((phase,), *_) = meeting.chunks
-        return is_rotation(phase.schedule) and phase.schedule.messages > _MIN_ROTATION_MESSAGES
+        first, order = meeting.order[0], range(count)
+        return (
+            set(meeting.begin_ns) == {self.clock.now}
+            and meeting.order == [*order[first:], *order[:first]]
+            and not self._queued.in_flight
+            and min(phase.delay_ns, self._fabric.latencies[0]) >= 1
+            and is_rotation(phase.schedule)
+        )
 
     def _rotate(self, meeting: Meeting) -> None:
-        """Computes a collective from one rank, if all ranks have just started it and no message is
-        in flight.
-        """
-        now = self.clock.now
+        """Computes a collective from one rank, and takes its messages back."""
         assert self._queued is not None
-        if set(meeting.begin_ns) == {now} and self._queued.idle:
-            took, usage = simulate_synchronous(self._fabric, meeting.chunks, self._memory_rate)
-            self._queued.add(usage)
-            self._end_at(meeting, np.full(len(meeting.group), now + took))
-        else:
-            meeting.apart = True
-            for position, begin_ns in enumerate(meeting.begin_ns):
-                if begin_ns >= 0:
-                    self._begin_chunks(self.ranks[meeting.group[position]], meeting, position)
+        for rank in self.ranks:
+            rank.queues.drop()
+        took, turned, usage = simulate_synchronous(self._fabric, meeting.chunks, self._memory_rate)
+        self._queued.add(usage)
+        first = (meeting.order[0] + turned) % len(self.ranks)
+        self._end_at(meeting, np.full(len(self.ranks), self.clock.now + took), first)
 
     def _meet(self, meeting: Meeting) -> None:
         """Computes all chunks of a collective whose ranks have all started, one after the other."""
@@ -564,10 +557,12 @@ class AstraEngine:
             end = simulate_messages(phases, group, begin_ns, self._memory_rate, transmit)
         return end
 
-    def _end_at(self, meeting: Meeting, end_ns: Ints) -> None:
+    def _end_at(self, meeting: Meeting, end_ns: Ints, first: int = 0) -> None:
+        """Ends a collective at the times of its positions, those from `first` on before the others."""
         meeting.end_ns = end_ns.tolist()
         now = self.clock.now
-        for rank, node, end in zip(meeting.group, meeting.node, meeting.end_ns, strict=True):
+        parts = list(zip(meeting.group, meeting.node, meeting.end_ns, strict=True))
+        for rank, node, end in parts[first:] + parts[:first]:
             self.ranks[rank].queues.after(end - now, self.ranks[rank].end, node)
 
 

@@ -26,6 +26,7 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     Event,
     Link,
     Links,
+    Travel,
     convert_to_ns,
     get_members,
 )
@@ -91,7 +92,7 @@ class Mailbox:
     def __init__(self, clock: Clock, transmit: Callable[[int, int, int, Event, Any], None]) -> None:
         self._clock, self._transmit = clock, transmit
         self._arrived: dict[Any, int] = {}
-        self._awaited: dict[Any, deque[Callable[[], None]]] = {}
+        self._awaited: dict[Any, list[Callable[[], None]]] = {}
 
     def send(  # noqa: PLR0917  (a message is identified by its ends and size)
         self,
@@ -114,21 +115,28 @@ class Mailbox:
         """Waits for a message; if it has already arrived, `received` is still called as a later
         event of the current time.
         """
-        if self._arrived.get(key):
-            self._arrived[key] -= 1
+        arrived = self._arrived.pop(key, 0)
+        if arrived:
+            if arrived > 1:
+                self._arrived[key] = arrived - 1
             self._clock.at(self._clock.now, lambda _: received(), None)
+        elif key in self._awaited:
+            self._awaited[key].append(received)
         else:
-            self._awaited.setdefault(key, deque()).append(received)
+            self._awaited[key] = [received]
 
     def _arrive(self, message: tuple[Any, Callable[[], None] | None]) -> None:
         key, sent = message
         if sent:
             sent()
-        awaited = self._awaited.get(key)
-        if awaited:
-            awaited.popleft()()
-        else:
+        awaited = self._awaited.pop(key, None)
+        if awaited is None:
             self._arrived[key] = self._arrived.get(key, 0) + 1
+            return
+        received, *later = awaited
+        if later:
+            self._awaited[key] = later
+        received()
 
 
 @dataclass(slots=True)
@@ -174,6 +182,14 @@ class RankQueues:
         """
         self.waiting.setdefault(dimension, []).append(stream)
 
+    def drop(self) -> None:
+        """Forgets all chunks, none of which has sent a message yet."""
+        for streams in self.waiting.values():
+            for stream in streams:
+                stream.dropped = True
+        self.waiting.clear()
+        self.running.clear()
+
     def fill(self, dimension: int) -> None:
         """Starts chunks up to the limit in flight."""
         queue = self.waiting.get(dimension, [])
@@ -210,6 +226,7 @@ class CollectiveStream:
         self._phases, self._rate, self._done = deque(phases), memory_rate, done
         self._phase: CollectivePhase | None = None
         self._steps: list[Step] = []
+        self.dropped = False  # whether something else carries it out
 
     def proceed(self) -> None:
         """Leaves the current phase, if any, and queues for the next one."""
@@ -243,6 +260,8 @@ class CollectiveStream:
 
     def _go(self, _: Any) -> None:
         """Starts the messages of a step; a group of one rank has none."""
+        if self.dropped:
+            return
         if not self._steps:
             self.proceed()
             return
@@ -263,6 +282,8 @@ class CollectiveStream:
         """
         phase = self._phase
         assert phase is not None
+        if self.dropped:
+            return
         self._free += free_slots
         peer_count = phase.schedule.ranks - 1
         count = peer_count * len(self._steps)
@@ -526,8 +547,34 @@ def _select_first_position(schedule: Schedule) -> Schedule:
     return Schedule(schedule.ranks, tuple(selected_rounds[id(part)] for part in schedule.rounds))
 
 
+class _RotatingClock(Clock):
+    """The events of one rank, which stand for those of all ranks.
+
+    Attributes:
+        first: The rank whose event is the first one among equal events of all ranks.
+    """
+
+    first = 0
+
+    def at(self, time: int, event: Event, payload: Any = None) -> None:
+        super().at(time, self._run_event, (self.first, event, payload))
+
+    def _run_event(self, planned: tuple[int, Event, Any]) -> None:
+        self.first, event, payload = planned
+        event(payload)
+
+
 class _OneRank(Links):
     """The links of rank 0, each of which represents all links of its kind."""
+
+    _clock: _RotatingClock
+
+    def _there(self, travel: Travel) -> None:
+        # The event passes to the owner of the next link, or to the receiver.
+        target = travel.links[travel.next].ends[1]
+        (_, backwards, _, _), _ = travel.what
+        self._clock.first += -backwards if target == self._fabric.sizes[0] else target
+        super()._there(travel)
 
     def route(self, source: int, target: int) -> list[Link]:
         """Returns the corresponding links of rank 0."""
@@ -540,8 +587,8 @@ class _OneRank(Links):
 
 def simulate_synchronous(
     fabric: AnalyticalNetwork, chunks: list[list[CollectivePhase]], memory_rate: float
-) -> tuple[int, dict[Link, list[int]]]:
-    """Returns how long a collective takes that all ranks start at once, and the usage of each link.
+) -> tuple[int, int, dict[Link, list[int]]]:
+    """Returns how long a collective takes that all ranks start at once, and what follows from it.
 
     Args:
         fabric: One dimension.
@@ -549,9 +596,10 @@ def simulate_synchronous(
         memory_rate: Bytes per second at which a rank reads or writes.
 
     Returns:
-        Time in ns; bytes, busy and waiting time of each link.
+        Time in ns; how many ranks after the first to start the first one ends, at the same time;
+        bytes, busy and waiting time of each link.
     """
-    clock, ranks = Clock(), fabric.sizes[0]
+    clock, ranks = _RotatingClock(), fabric.sizes[0]
     links = _OneRank(fabric, clock)
 
     def transmit(source: int, target: int, size: int, arrive: Arrive, payload: Any) -> None:
@@ -567,7 +615,7 @@ def simulate_synchronous(
     def done() -> None:
         remaining[0] -= 1
         if not remaining[0]:
-            remaining.append(clock.now)
+            remaining.extend((clock.now, clock.first % ranks))
 
     for number, chunk_phases in enumerate(chunks):
         phases = [
@@ -583,4 +631,4 @@ def simulate_synchronous(
         for (a, b), values in links.usage.items()
         for shift in range(ranks)
     }
-    return remaining[1], usage
+    return remaining[1], remaining[2], usage
