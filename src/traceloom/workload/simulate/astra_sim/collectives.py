@@ -536,9 +536,6 @@ class Links:
             times = self._times[size] = int(occupied), int(self._latency + occupied)
         self._take(Travel(size, times, links, 0, arrive, payload, self._clock.now))
 
-    def occupied_ns(self, size: int) -> int:
-        return int(size / self._rate)
-
     def _get_link(self, ends: Link) -> _Link:
         return self._links.setdefault(ends, _Link(ends, [0, 0, 0], deque()))
 
@@ -587,7 +584,9 @@ class Links:
 
 
 class LostOrderError(Exception):
-    """A link was asked for before it was asked for by what it has served already, or at once."""
+    """The order of events matters: a link was asked for before it was asked for by what it has
+    served already, or at once, or a message frees the place of another one.
+    """
 
 
 class OrderedLinks:
@@ -608,17 +607,6 @@ class OrderedLinks:
         self._state = np.zeros((7, count), np.int64)
         self._state[1:3] = -1
         self._times: dict[int, tuple[Ints, Ints, Ints]] = {}
-
-    def occupied_ns(self, size: int) -> int:
-        return int(size / self._rate)
-
-    def save(self) -> Ints:
-        """Returns the state of all links, for `restore`."""
-        return self._state.copy()
-
-    def restore(self, state: Ints) -> None:
-        """Takes back everything since `save`."""
-        self._state = state
 
     def send(self, source: Ints, target: Ints, size: Ints, sent_ns: Ints) -> Ints:
         """Returns when messages arrive.

@@ -41,14 +41,12 @@ from traceloom.workload.simulate.astra_sim.nodes import (
 from traceloom.workload.simulate.astra_sim.streams import (
     CollectiveStream,
     Mailbox,
-    NoRecurrenceError,
     RankQueues,
     Transmit,
     compute_phase_ends,
     depends_on_all,
     is_permuting,
     is_rotation,
-    simulate_messages,
     simulate_synchronous,
 )
 
@@ -157,7 +155,7 @@ class AstraEngine:
         whole: bool = True,
         recorded: bool = False,
     ) -> None:
-        self._nodes, self._aware, self._fabric, self._dimensions = ranks, aware, fabric, dimensions
+        self._nodes, self._aware, self.fabric, self._dimensions = ranks, aware, fabric, dimensions
         self._groups, self._algorithms = groups, algorithms or {}
         self._can_reduce, self._memory_rate = memory_rate > 0, memory_rate or math.inf
         self._width, self._recorded = width, recorded
@@ -173,11 +171,11 @@ class AstraEngine:
         """
         self.clock = Clock()
         self._whole = whole
-        self._ordered = OrderedLinks(self._fabric) if self._aware and whole else None
-        queued = Links(self._fabric, self.clock) if self._aware and not whole else None
+        self._ordered = OrderedLinks(self.fabric) if self._aware and whole else None
+        queued = Links(self.fabric, self.clock) if self._aware and not whole else None
         self._queued = queued
         self.links = self._ordered or queued
-        self._mailbox = Mailbox(self.clock, self._transmit)
+        self._mailbox = Mailbox(self.clock, queued.send if queued else self._transmit)
         self.meetings: dict[tuple[str, int], Meeting] = {}
         self._trees: Counter[tuple[str, int]] = Counter()
         self._apart_in_time = not self._aware or whole  # ranks may run in any order at one time
@@ -328,12 +326,8 @@ class AstraEngine:
         if self._ordered is not None:
             ends = (np.array([k]) for k in (source, target, size, self.clock.now))
             self.clock.at(int(self._ordered.send(*ends)[0]), arrive, payload)
-        elif self._queued is not None:
-            self._queued.send(source, target, size, arrive, payload)
         else:
-            self.clock.at(
-                self.clock.now + self._fabric.delay(source, target, size), arrive, payload
-            )
+            self.clock.at(self.clock.now + self.fabric.delay(source, target, size), arrive, payload)
 
     # Collectives
 
@@ -420,7 +414,7 @@ class AstraEngine:
             LostOrderError: Several of its messages may ask for a link at once.
         """
         schedule = meeting.chunks[0][0].schedule
-        alone = self._ordered is None or self._fabric.topologies[0] == "FullyConnected"
+        alone = self._ordered is None or self.fabric.topologies[0] == "FullyConnected"
         whole = depends_on_all(schedule)
         if self._ordered is not None and not (whole and (alone or is_permuting(schedule))):
             raise LostOrderError
@@ -496,7 +490,7 @@ class AstraEngine:
             set(meeting.begin_ns) == {self.clock.now}
             and meeting.order == [*order[first:], *order[:first]]
             and not self._queued.in_flight
-            and min(phase.delay_ns, self._fabric.latencies[0]) >= 1
+            and min(phase.delay_ns, self.fabric.latencies[0]) >= 1
             and is_rotation(phase.schedule)
         )
 
@@ -505,7 +499,7 @@ class AstraEngine:
         assert self._queued is not None
         for rank in self.ranks:
             rank.queues.drop()
-        took, turned, usage = simulate_synchronous(self._fabric, meeting.chunks, self._memory_rate)
+        took, turned, usage = simulate_synchronous(self.fabric, meeting.chunks, self._memory_rate)
         self._queued.add(usage)
         first = (meeting.order[0] + turned) % len(self.ranks)
         self._end_at(meeting, np.full(len(self.ranks), self.clock.now + took), first)
@@ -530,7 +524,7 @@ class AstraEngine:
                     meeting.group,
                     begin_ns - first,
                     lambda source, target, size, sent_ns: (
-                        sent_ns + self._fabric.delays(source, target, size)
+                        sent_ns + self.fabric.delays(source, target, size)
                     ),
                 )
                 self._took[key] = took
@@ -545,16 +539,9 @@ class AstraEngine:
         transmit: Transmit,
     ) -> Ints:
         """Returns the ends of the ranks of a collective that started at different times."""
-        is_direct = any(phase.window for phase in phases)
-        saved = self._ordered.save() if is_direct and self._ordered is not None else None
         end, members = begin_ns, np.array(group)
-        try:
-            for phase in phases:
-                end = compute_phase_ends(phase, members, end, self._memory_rate, transmit)
-        except NoRecurrenceError:
-            if self._ordered is not None and saved is not None:
-                self._ordered.restore(saved)
-            end = simulate_messages(phases, group, begin_ns, self._memory_rate, transmit)
+        for phase in phases:
+            end = compute_phase_ends(phase, members, end, self._memory_rate, transmit)
         return end
 
     def _end_at(self, meeting: Meeting, end_ns: Ints, first: int = 0) -> None:
@@ -585,7 +572,7 @@ def check_begun(engine: AstraEngine, delay_ns: int) -> None:
             if message and action == COLLECTIVE:
                 is_at_zero = not delay_ns and len(engine.group_of(message)[1]) == len(engine.ranks)
             elif message and action == SEND and engine.links:
-                is_at_zero |= not engine.links.occupied_ns(message.size)
+                is_at_zero |= message.size < engine.fabric.bytes_per_ns(0)
             if is_at_zero:
                 raise UsageError(
                     f"{rank_nodes.label(node)} of rank {rank_nodes.rank} asks for what takes no time at the very beginning, where "

@@ -9,7 +9,7 @@ distance before it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from traceloom.workload.simulate.astra_sim.collectives import (
     Event,
     Link,
     Links,
+    LostOrderError,
     Travel,
     convert_to_ns,
     get_members,
@@ -174,14 +175,6 @@ class RankQueues:
             event(payload)
         del self._events[now]
 
-    def add(self, stream: CollectiveStream, dimension: int) -> None:
-        """Queues a chunk for a dimension, after all others.
-
-        The scheduling policy does not matter here: it orders collectives, of which a rank runs one
-        at a time.
-        """
-        self.waiting.setdefault(dimension, []).append(stream)
-
     def drop(self) -> None:
         """Forgets all chunks, none of which has sent a message yet."""
         for streams in self.waiting.values():
@@ -237,7 +230,7 @@ class CollectiveStream:
             self._queues.waiting[previous_phase.dimension].remove(self)
         if self._phases:
             phase = self._phase = self._phases.popleft()
-            self._queues.add(self, phase.dimension)
+            self._queues.waiting.setdefault(phase.dimension, []).append(self)
         if previous_phase is not None:
             self._queues.running[previous_phase.dimension] -= 1
             self._queues.fill(previous_phase.dimension)
@@ -342,53 +335,6 @@ class CollectiveStream:
 Transmit = Callable[[Ints, Ints, Ints, Ints], Ints]
 
 
-class NoRecurrenceError(Exception):
-    """The result depends on the order of events, so rounds cannot be computed for all ranks at
-    once.
-    """
-
-
-def simulate_messages(
-    phases: Sequence[CollectivePhase],
-    group: tuple[int, ...],
-    begin_ns: Ints,
-    memory_rate: float,
-    transmit: Transmit,
-) -> Ints:
-    """Returns the end of each rank for all chunks of a collective, message by message; arguments as
-    in `compute_phase_ends`.
-    """
-    clock = Clock()
-    end = begin_ns.copy()
-
-    def send(source: int, target: int, size: int, arrive: Event, payload: Any) -> None:
-        (arrival_ns,) = transmit(
-            *(np.array([k]) for k in (source, target, size, clock.now))
-        ).tolist()
-        clock.at(arrival_ns, arrive, payload)
-
-    mailbox = Mailbox(clock, send)
-
-    def begin(position: int) -> None:
-        queues = RankQueues(group[position], clock, 1)
-        remaining = [len(phases)]
-
-        def done() -> None:
-            remaining[0] -= 1
-            if not remaining[0]:
-                end[position] = clock.now
-
-        for number, phase in enumerate(phases):
-            CollectiveStream(
-                queues, mailbox, number, group, [phase], memory_rate=memory_rate, done=done
-            ).proceed()
-
-    for position, time in enumerate(begin_ns.tolist()):
-        clock.at(time, begin, position)
-    clock.run()
-    return end
-
-
 def compute_phase_ends(
     phase: CollectivePhase, members: Ints, begin_ns: Ints, memory_rate: float, transmit: Transmit
 ) -> Ints:
@@ -402,7 +348,7 @@ def compute_phase_ends(
         transmit: Returns arrival times; called once per round.
 
     Raises:
-        NoRecurrenceError: It must be simulated message by message.
+        LostOrderError: It must be simulated message by message.
     """
     schedule, delay = phase.schedule, phase.delay_ns
     ready = begin_ns + np.where(_find_first_senders(schedule), delay, 0)
@@ -505,7 +451,7 @@ def _compute_all_to_all_ends(
         np.maximum(arrival_ns, posted) + phase.delay_ns + _compute_reduction_ns(second, memory_rate)
     )
     if (have == last).any() or (done < have[-1][second.target]).any():
-        raise NoRecurrenceError  # the order at equal times matters, or an early arrival frees a slot
+        raise LostOrderError  # the order at equal times matters, or an early arrival frees a slot
     end: Ints = have[-1].copy()
     np.maximum.at(end, second.target, done)
     return end
