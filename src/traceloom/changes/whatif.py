@@ -232,7 +232,6 @@ def _measure_span(times: Ints, start_ns: int) -> int:
 
 
 def _compare_critical_paths(graph: Graph, scenario: Scenario, times: Ints) -> pl.DataFrame:
-    """Returns the kinds of time on the critical path, before and after."""
     if not times.size:
         return PARTS.to_frame()
     start_ns = int(get_point_times(graph).min())

@@ -319,7 +319,6 @@ def _draw_parts(parts: Sequence[Cells]) -> str:
 
 
 def _draw_bars(title: str, rows: Sequence[tuple[str, int]]) -> str:
-    """Draws durations as one bar each, with their names."""
     longest = max((ns for _, ns in rows), default=0)
     if not longest:
         return ""
