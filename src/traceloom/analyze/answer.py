@@ -19,7 +19,7 @@ from traceloom.analyze.gpu_time import (
 from traceloom.analyze.host_time import HostTime, host
 from traceloom.analyze.idle import CAUSES, HOST_CAUSES, Idle, find_edge_causes, idle
 from traceloom.analyze.kernels import Operators, operators
-from traceloom.analyze.quality_checks import check_sampled_operators, check_unused_device
+from traceloom.analyze.quality import check_sampled_operators, check_unused_device
 from traceloom.analyze.steps import (
     DEVICE,
     StepTimes,
@@ -307,9 +307,9 @@ def _describe_steps(
         span += f" ({format_duration(min(by_rank))} to {format_duration(max(by_rank))} by rank)"
     elif (min_ns := int(lengths.min())) * _MAX_STEP_RATIO < (max_ns := int(lengths.max())):  # type: ignore[arg-type]
         mean_ns = int(lengths.mean())  # type: ignore[arg-type]
+        span += f" ({format_duration(min_ns)} to {format_duration(max_ns)}"
         is_usual = step_ns < _MAX_MEAN_RATIO * mean_ns and mean_ns < _MAX_MEAN_RATIO * step_ns
-        average = "" if is_usual else f", {format_duration(mean_ns)} on average"
-        span += f" ({format_duration(min_ns)} to {format_duration(max_ns)}{average})"
+        span += ")" if is_usual else f", {format_duration(mean_ns)} on average)"
     ahead = [fact.step_times.steps for fact in all_facts if fact.step_times.clock == DEVICE]
     if ahead:
         launched = pl.concat(steps.filter("complete")["duration_ns"] for steps in ahead)

@@ -107,10 +107,9 @@ def find_work_behind_unrecorded(trace: Trace) -> pl.DataFrame:
     behind what had been launched before: event, device, waited_ns (after its launch, while nothing
     was recorded on its device).
     """
-    free_ns = pl.col("end_ns").cum_max().shift(1).over("device")
     first = (
         select_gpu_work(trace)
-        .with_columns(free_ns=free_ns)
+        .with_columns(free_ns=pl.col("end_ns").cum_max().shift(1).over("device"))
         .unique(["device", "stream"], keep="first", maintain_order=True)
         .drop_nulls("launch")
     )

@@ -22,7 +22,7 @@ from traceloom.analyze.critical_path_pieces import find_common_steps, find_media
 from traceloom.analyze.host_events import HOST_INTERVALS_SCHEMA
 from traceloom.analyze.idle import idle
 from traceloom.analyze.memory_answers import Allocations, explain_allocations
-from traceloom.analyze.quality_checks import check_sampled_operators
+from traceloom.analyze.quality import check_sampled_operators
 from traceloom.analyze.roofline import PeakSpec
 from traceloom.analyze.steps import has_request_steps
 from traceloom.changes.bounds import unrecorded_saving_ns

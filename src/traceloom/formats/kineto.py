@@ -82,11 +82,9 @@ _KIND = dict.fromkeys(vocab.HOST_WORK, "host") | {
 KIND_OF_CODE = np.array(
     [KINDS.index(_KIND.get(name, "other")) for name in vocab.CATEGORIES], dtype=np.int64
 )
-ON_DEVICE = np.array([kind.startswith("device") for kind in KINDS])
 _IN_BRACKETS = re.compile(r"^thread -?\d+ \((.*)\)$")
 _GENERIC_NAME = re.compile(r"^(python[\d.]*|pt_main_thread|thread -?\d+|)$")
 _LABEL = re.compile(r"(?<![a-z])(rank|tp|dp|ep|pp)[ _-]?(\d{1,7})(?![\da-z])", re.IGNORECASE)
-_AROUND = " []()_-:/|,."
 
 Label = tuple[tuple[str, int], ...]
 """Such as (("tp", 1), ("dp", 0)); empty where a text has none."""
@@ -396,7 +394,7 @@ _IS_WORK, _IS_LAUNCH = (
     np.array([name in names for name in vocab.CATEGORIES])
     for names in (vocab.GPU_WORK, vocab.LAUNCHES)
 )
-_ON_DEVICE = ON_DEVICE[KIND_OF_CODE]
+_ON_DEVICE = np.array([KINDS[kind].startswith("device") for kind in KIND_OF_CODE])
 _TIMED_TABLES = ("flows", "marks", "counters", "allocations")  # tables with times of their own
 _SIDE_TABLES: dict[str, dict[str, Any]] = {
     "copies": dict.fromkeys(("bytes", "kind", "copy_kind", "source_kind", "target_kind"), np.int64),
@@ -668,8 +666,8 @@ def _bound_durations(file_events: _FileEvents, lane: Ints, device: Ints) -> list
     waiting = [code for code, text in texts if _WAITS_FOR_DEVICE.match(text)]
     waits = calls[np.isin(name[calls], waiting)]
     if waits.size and np.unique(device[work]).size == 1:
-        place = np.searchsorted(launched, correlation[rows])
-        called = start[calls[first]][np.minimum(place, launched.size - 1)]
+        place = np.searchsorted(launched, correlation[rows]).clip(max=launched.size - 1)
+        called = start[calls[first[place]]]
         returned = np.append(start[waits] + duration[waits], 2**61)
         waited = 2 * (returned[np.searchsorted(start[waits], called)] - called)
         longest = np.where(np.isin(rows, work), waited, longest)
@@ -908,7 +906,7 @@ def find_lanes(
         thread_index: The (pid, tid) of each number.
     """
     kind = gather_rows(KIND_OF_CODE, category)
-    on_device = gather_rows(ON_DEVICE, kind)
+    on_device = gather_rows(_ON_DEVICE, category)
     key = thread.astype(np.int64)
     rows = np.flatnonzero(on_device)
     if rows.size:
@@ -992,9 +990,8 @@ def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Arra
         nested_end: Ends, clipped to parents.
         autograd: Whether an event is an evaluation of the autograd engine.
     """
-    count = len(lanes.rows)
     order = compute_stable_order(lanes.lane)
-    bounds = np.cumsum(np.concatenate([[0], np.bincount(lanes.lane, minlength=count)]))
+    bounds = np.cumsum(np.append(0, np.bincount(lanes.lane, minlength=len(lanes.rows))))
     rows = []
     for lane, described in enumerate(lanes.rows):
         members = order[bounds[lane] : bounds[lane + 1]]
@@ -1018,8 +1015,12 @@ def build_lane_frame(lanes: Lanes, start: Ints, nested_end: Ints, autograd: Arra
 
 
 def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]:
-    """Returns the content and the number of each rank of a file; of nearly every file that is the
-    file itself.
+    """Returns the content and the number of each rank of a file in which somebody merged the
+    recordings of several; of nearly every file that is the file itself.
+
+    Mergers put a label before each process id (`[TP01] 4711`), name the processes after their rank,
+    or only join the lists of events. Nothing in such a file may be joined before its ranks are
+    separated: the correlations, external ids and arrows of different ranks have the same numbers.
 
     Raises:
         InputError: `merged-ranks`: nothing says whose work that of the GPUs is.
@@ -1079,9 +1080,14 @@ def split_ranks(decoded: Decoded, path: str) -> list[tuple[Decoded, int | None]]
             part.entries += 0 if "row" in values else int(mine.sum())
         part.rows = int((owner == number).sum())
         info = {"distributedInfo": {**md.get_distributed_info(decoded.metadata), "rank": rank}}
-        size = decoded.size * part.rows // max(len(owner), 1)
-        content = {"columns": part, "damage": damage, "metadata": {**decoded.metadata, **info}}
-        found.append((structs.replace(decoded, **content, size=size), rank))
+        content = structs.replace(
+            decoded,
+            columns=part,
+            damage=damage,
+            metadata={**decoded.metadata, **info},
+            size=decoded.size * part.rows // max(len(owner), 1),
+        )
+        found.append((content, rank))
     return found
 
 
@@ -1099,9 +1105,8 @@ def _read_label(text: str) -> Label:
 
 def _remove_label(part: Any) -> Any:
     """Returns a process or thread id as it was before it was labelled."""
-    if not isinstance(part, str) or not _LABEL.search(part):
-        return part
-    return _LABEL.sub("", part).strip(_AROUND)
+    is_labelled = isinstance(part, str) and _LABEL.search(part)
+    return _LABEL.sub("", part).strip(" []()_-:/|,.") if is_labelled else part
 
 
 def _number_ranks(labels: list[Label]) -> list[int | None]:

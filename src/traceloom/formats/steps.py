@@ -235,14 +235,11 @@ def _find_optimizer_steps(
     end = selected["nested_end_ns"].to_numpy()
     if end.size < _MIN_OCCURRENCES:
         return None
-    start = np.concatenate(([first], end[:-1]))
-    counts = _count_ops(events, selected["lane"][0], np.append(first, end))
-    spans = pl.DataFrame(
-        {"name": selected["name"], "start_ns": start, "end_ns": end, "number": np.arange(end.size)}
-    )
-    complete = pl.Series(counts >= counts[1:].min())
+    bounds = np.append(first, end)
+    counts = _count_ops(events, selected["lane"][0], bounds)
+    spans = selected.select("name", start_ns=bounds[:-1], end_ns=end, number=np.arange(end.size))
     return _build_frame(spans, "annotation").with_columns(
-        complete=(pl.int_range(pl.len()) > 0) | complete
+        complete=(pl.int_range(pl.len()) > 0) | pl.Series(counts >= counts[1:].min())
     )
 
 

@@ -196,14 +196,9 @@ class Weeks:
     @property
     def hosts(self) -> list[str]:
         """Returns the names of all hosts, by position."""
-        return [
-            f"host{index:02}"
-            for index in range(sum(team.hosts for team in self.recipe.teams) + self._later_hosts)
-        ]
-
-    @property
-    def _later_hosts(self) -> int:
-        return sum(change.cause == "host" for change in self.recipe.changes)
+        later_hosts = sum(change.cause == "host" for change in self.recipe.changes)
+        count = sum(team.hosts for team in self.recipe.teams) + later_hosts
+        return [f"host{index:02}" for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,24 +129,17 @@ def build_ranks(seed: int, world: int, fault: str | None = None) -> list[KnownRu
                     "cudaLaunchKernel", called, 1, correlation=first + index
                 )
                 recorded = 0 if off["lost"] else 1
-                begun, ran = device - off["overlap"], length + off["overlap"] + off["overrun"]
                 builder.kernel(
                     f"gemm_{index}",
-                    recorded * begun,
-                    recorded * ran,
+                    recorded * (device - off["overlap"]),
+                    recorded * (length + off["overlap"] + off["overrun"]),
                     correlation=first + index,
                     **where,
                 )
-                device, busy_us, late = (
-                    device + length,
-                    busy_us + recorded * length,
-                    late + off["wait"],
-                )
+                device, late = device + length, late + off["wait"]
+                busy_us += recorded * length
             if world > 1:
-                number, args = (
-                    first + len(lengths),
-                    builder.collective_args("allreduce", "0", world, 1024, "Float"),
-                )
+                number = first + len(lengths)
                 builder.launch("cudaLaunchKernel", start + 50, 1, correlation=number).kernel(
                     "ncclDevKernel_AllReduce_Sum_f32_RING_LL",
                     device,
@@ -154,7 +147,7 @@ def build_ranks(seed: int, world: int, fault: str | None = None) -> list[KnownRu
                     correlation=number,
                     stream=20,
                     **where,
-                    **args,
+                    **builder.collective_args("allreduce", "0", world, 1024, "Float"),
                 )
                 device = met
             builder.launch(

@@ -11,7 +11,7 @@ import pytest
 
 from support.sessions import sound
 from traceloom.analyze import quality
-from traceloom.analyze.quality_checks import choose_severity
+from traceloom.analyze.quality import choose_severity
 from traceloom.testing import TraceBuilder
 from traceloom.trace.trace import Trace
 
