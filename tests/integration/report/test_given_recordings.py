@@ -121,3 +121,33 @@ def test_who_only_asks_who_is_there_does_not_communicate(failing: Path) -> None:
 def test_a_log_of_the_compiler_is_refused_by_its_name(failing: Path) -> None:
     with pytest.raises(InputError, match="TORCH_TRACE"):
         load(failing / "versions" / "torch_trace_head.log")
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "slug"),
+    [
+        ("kineto/mi250_minitoy", "1 step of 9.33 ms: ", "cut-steps"),
+        ("kineto/mi250_minitoy", "the host loaded code onto the device or set it up", "cut-steps"),
+        (
+            "kineto/mi300_sglang_decode_graphs",
+            "those of the work before, lie before the recording",
+            "busy-before-window",
+        ),
+        (
+            "critical_path/simple_add",
+            "the host loaded code onto the device or set it up",
+            "no-steps",
+        ),
+        (
+            "multirank/sampled_rank0_of_128",
+            "cannot be told: most operators were left out of the file",
+            "operators-left-out",
+        ),
+    ],
+)
+def test_public_traces_are_told_as_their_events_are(
+    shared_data: Path, name: str, told: str, slug: str
+) -> None:
+    session = load(shared_data / f"{name}.json.gz")
+    assert told in answer(session).sentence
+    assert slug in slugs(session)
