@@ -66,6 +66,32 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
+def open_own(
+    path: str | Path,
+    user: int,
+    kind: int = stat.S_IFREG,
+    access: int = os.O_RDONLY,
+    *,
+    follow: bool = False,
+) -> int:
+    """Open what a user has: a file, or another `kind`, of that user alone and with one name.
+
+    It is looked at before it is opened, as the user may put something else there at any time, and to
+    open some devices does something. `follow`: if it is a link, open what that leads to.
+
+    Raises:
+        OSError: It is something else, or cannot be opened.
+    """
+    found = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+    try:
+        status = os.fstat(found)
+        if (stat.S_IFMT(status.st_mode), status.st_uid, status.st_nlink) != (kind, user, 1):
+            raise PermissionError(errno.EPERM, f"it is no file of user {user} with one name")
+        return os.open(f"/proc/self/fd/{found}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+
+
 def find_foreign_part(path: Path) -> str:
     """Returns why somebody other than root and this user may have put there what lies at a path, or
     may replace it; "" if nobody can. The path itself need not exist.

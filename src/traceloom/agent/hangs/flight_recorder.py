@@ -20,6 +20,7 @@ import pwd
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from traceloom.agent.ownership.model import Process
 from traceloom.analyze.stuck_jobs import FlightVerdict, find_late_ranks
 from traceloom.errors import InputError
 from traceloom.formats.flight_recorder import MAX_BYTES, decode_document, read_flight_record
+from traceloom.system.files import open_own
 
 
 class FlightFindings(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,9 +112,14 @@ def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) ->
     path = process.declared.get(WORKER_SERVER, "")
     if not path.startswith("/"):
         raise NoFlightDumpError("")
-    with socket.socket(socket.AF_UNIX) as unix_socket:
+    with socket.socket(socket.AF_UNIX) as unix_socket, contextlib.ExitStack() as stack:
         unix_socket.settimeout(_SERVER_TIMEOUT_S)
         unix_socket.connect(f"{proc}/{process.pid}/root{path}")
+        # Each read has a time-out of its own, so that an answer could drip for ever.
+        end = threading.Timer(_SERVER_TIMEOUT_S, unix_socket.shutdown, (socket.SHUT_RDWR,))
+        end.daemon = True
+        end.start()
+        stack.callback(end.cancel)
         (pid,) = struct.unpack(
             "i", unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4]
         )
@@ -121,13 +128,13 @@ def _fetch_from_server(process: Process, rank: int, since_ns: int, proc: str) ->
         connection = http.client.HTTPConnection("rank", timeout=_SERVER_TIMEOUT_S)
         connection.sock = unix_socket
         connection.request("POST", "/handler/fr_trace_json")
-        answer, end = connection.getresponse(), time.monotonic() + _SERVER_TIMEOUT_S
+        answer = connection.getresponse()
         if answer.status != http.HTTPStatus.OK:
             raise NoFlightDumpError(f"its control server answers {answer.status}")
         data = bytearray()
         while chunk := answer.read1(1 << 16):  # bounded reads, as a malicious peer may never end
             data += chunk
-            if len(data) > MAX_BYTES or time.monotonic() > end:
+            if len(data) > MAX_BYTES:
                 raise NoFlightDumpError("its control server does not come to an end")
     return bytes(data), "asked its control server"
 
@@ -144,14 +151,14 @@ def _fetch_from_pipe(process: Process, rank: int, since_ns: int, proc: str) -> t
         # The pipe that the process itself has open, independent of its path and container.
         with contextlib.suppress(FileNotFoundError):
             path = descriptors / name
-            if str(path.readlink()) == f"{stem}{rank}.pipe" and stat.S_ISFIFO(path.stat().st_mode):
+            if str(path.readlink()) == f"{stem}{rank}.pipe":
                 break
     else:
         raise NoFlightDumpError(
             "it has not opened the pipe for dumps: no NCCL, or its recorder is off"
         )
     before = dict(_iterate_dump_files(process, rank, proc))
-    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = open_own(path, process.uid, stat.S_IFIFO, os.O_WRONLY, follow=True)
     try:
         os.write(handle, b"1\n")
     finally:
@@ -195,14 +202,11 @@ def _read_dump(name: str, process: Process) -> bytes:
     """Returns the content of a file of the process's user.
 
     Raises:
-        NoFlightDumpError: It is something else, or too large.
-        OSError: It cannot be read.
+        NoFlightDumpError: It is too large.
+        OSError: It is something else, or cannot be read.
     """
-    handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = open_own(name, process.uid)
     with os.fdopen(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != process.uid or status.st_nlink != 1:
-            raise NoFlightDumpError("its dump is no file of its user")
-        if status.st_size > MAX_BYTES:
+        if os.fstat(handle).st_size > MAX_BYTES:
             raise NoFlightDumpError(f"its dump is larger than {MAX_BYTES >> 20} MB")
         return file.read(MAX_BYTES)

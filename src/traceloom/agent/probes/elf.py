@@ -246,28 +246,31 @@ def open_mapped(process: int, mapping: Mapping, proc: Path = Path("/proc")) -> i
     Raises:
         OSError: It is gone, cannot be read, or another file is at its path now.
     """
-    # A process may put a pipe there, whose opening would block, or a link to a file that it may not
-    # read itself.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+    # A process may put a pipe or a device there, whose opening would block or do something, or a
+    # link to a file that it may not read itself: it is opened once it is known to be the file.
+    flags = os.O_PATH | os.O_CLOEXEC
     try:
-        return _check_same_file(
+        return _open_same_file(
             os.open(f"{proc}/{process}/root{mapping.path}", flags | os.O_NOFOLLOW), mapping
         )
     except OSError:
         mapped = f"{proc}/{process}/map_files/{mapping.start:x}-{mapping.end:x}"
         try:  # map_files leads to the mapped file itself, whatever is at its path now
-            return _check_same_file(os.open(mapped, flags), mapping)
+            return _open_same_file(os.open(mapped, flags), mapping)
         except OSError:
             pass
         raise
 
 
-def _check_same_file(descriptor: int, mapping: Mapping) -> int:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode:
-        os.close(descriptor)
-        raise OSError(errno.ESTALE, f"{mapping.path} is another file by now")
-    return descriptor
+def _open_same_file(found: int, mapping: Mapping) -> int:
+    """Open for reading what was found by O_PATH, unless it is another file; closes `found`."""
+    try:
+        status = os.fstat(found)
+        if not stat.S_ISREG(status.st_mode) or status.st_ino != mapping.inode:
+            raise OSError(errno.ESTALE, f"{mapping.path} is another file by now")
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
 
 
 class Uprobes:

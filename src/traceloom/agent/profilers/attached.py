@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import stat
 import time
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from traceloom.agent.profilers.timeline import (
 from traceloom.agent.traces.files import delete_output
 from traceloom.agent.traces.requests import LeaseTable
 from traceloom.errors import TraceloomError
+from traceloom.system.files import open_own
 
 _MAX_BYTES = 1 << 16
 _MAX_DETAIL_CHARS = 300
@@ -91,25 +91,10 @@ class ProgressFile:
         user's.
         """
         try:
-            directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                handle = os.open(
-                    f"{self.name}.order",
-                    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK,
-                    dir_fd=directory,
-                )
-            finally:
-                os.close(directory)
+            handle = open_own(self.folder / f"{self.name}.order", self.uid)
         except OSError:
             return ProgressUpdate()
         try:
-            status = os.fstat(handle)
-            if (
-                not stat.S_ISREG(status.st_mode)
-                or status.st_uid != self.uid
-                or status.st_nlink != 1
-            ):
-                return ProgressUpdate()
             lines = os.read(handle, _MAX_BYTES).split(b"\n")
         finally:
             os.close(handle)

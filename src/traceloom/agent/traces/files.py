@@ -17,7 +17,6 @@ import mmap
 import os
 import resource
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,7 @@ import msgspec
 from isal import igzip
 
 from traceloom.errors import InputError, OutputError
-from traceloom.system.files import compute_sha256
+from traceloom.system.files import compute_sha256, open_own
 
 INCOMING_DIRECTORY = "incoming"
 _HANGS_DIRECTORY = "hangs"
@@ -297,23 +296,14 @@ def _return_facts_or_fault(store: Callable[[], dict[str, Any]], copy: Path) -> d
 
 
 def _copy(source_directory: str, name: str, uid: int, max_bytes: int, copy: Path) -> None:
-    try:
-        directory = os.open(source_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-        finally:
-            os.close(directory)
+    try:  # the way to the directory is the agent's, so that only the last name may be a link
+        source = open_own(Path(source_directory, name), uid)
     except OSError as error:
         raise _FaultError(
             slug="foreign-file",
             detail=f"it cannot be opened: {(error.strerror or str(error)).lower()}",
         ) from error
     with os.fdopen(source, "rb") as reader, copy.open("wb") as writer:
-        status = os.fstat(source)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != uid or status.st_nlink != 1:
-            raise _FaultError(
-                slug="foreign-file", detail=f"it is no file of user {uid} with one name"
-            )
         remaining = max_bytes
         while chunk := reader.read(min(_CHUNK_BYTES, remaining + 1)):
             remaining -= len(chunk)

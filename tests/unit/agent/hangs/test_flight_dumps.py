@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support.users import ANNA, BERT, needs_users
 from support.waiting import until
+from traceloom.agent.hangs import flight_recorder
 from traceloom.agent.hangs.flight_recorder import NoFlightDumpError, fetch_flight_record
 from traceloom.agent.ownership.environment import create_flight_variables
 from traceloom.agent.ownership.model import Owner, Process
@@ -78,14 +83,14 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
-def rank(pid: int, **declared: str) -> Process:
+def rank(pid: int, *, uid: int = -1, **declared: str) -> Process:
     return Process(
         key=f"{pid}@1",
         pid=pid,
         start_ticks=1,
         started_ns=0,
         parent_pid=1,
-        uid=os.geteuid(),
+        uid=os.geteuid() if uid < 0 else uid,
         command="",
         declared=declared,
         owner=Owner(job="j", rank=3),
@@ -231,3 +236,62 @@ def test_without_a_rank_there_is_none() -> None:
     process = msgspec.structs.replace(rank(os.getpid()), owner=Owner(job="j"))
     with pytest.raises(NoFlightDumpError, match="no rank"):
         fetch_flight_record(process, 0)
+
+
+@needs_users
+def test_nothing_is_written_into_a_pipe_of_another_user(short: Path) -> None:
+    """Who can name a pipe can have it open without the right to use it, by O_PATH."""
+    short.chmod(0o755)
+    os.mkfifo(short / "fr3.pipe", 0o600)
+    os.chown(short / "fr3.pipe", ANNA, ANNA)
+    reader = os.open(short / "fr3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    text = "import os, sys; f = os.open(sys.argv[1], os.O_PATH); print('up', flush=True); input()"
+    command = ["setpriv", f"--reuid={BERT}", f"--regid={BERT}", "--clear-groups"]
+    command += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    holder = subprocess.Popen(
+        [*command, sys.executable, "-c", text, str(short / "fr3.pipe")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "up\n"
+        process = rank(holder.pid, uid=BERT, TORCH_NCCL_DEBUG_INFO_PIPE_FILE=f"{short}/fr")
+        with pytest.raises(NoFlightDumpError, match=f"no file of user {BERT}"):
+            fetch_flight_record(process, time.time_ns())
+        assert os.read(reader, 10) == b""  # nobody has written
+    finally:
+        os.close(reader)
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_control_server_that_drips_is_waited_for_as_long_as_for_one_that_is_silent(
+    short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flight_recorder, "_SERVER_TIMEOUT_S", 0.5)
+    sent = 0
+
+    def drip(listener: socket.socket) -> None:
+        nonlocal sent
+        peer, _ = listener.accept()
+        with contextlib.suppress(OSError):
+            while sent < 200:
+                peer.sendall(b"H")
+                sent += 1
+                time.sleep(0.05)
+        peer.close()
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{short}/s")
+        listener.listen()
+        dripping = threading.Thread(target=drip, args=(listener,))
+        dripping.start()
+        with pytest.raises(NoFlightDumpError):
+            fetch_flight_record(
+                rank(os.getpid(), TORCH_WORKER_SERVER_SOCKET=f"{short}/s"), time.time_ns()
+            )
+        dripping.join()
+    assert sent < 200, "it was waited for as long as it dripped"
