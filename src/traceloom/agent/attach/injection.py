@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.agent.collectors.collector import read
+from traceloom.agent.collectors.processes import read_user
 from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
 
@@ -398,6 +399,7 @@ def inject_order(*, pid: int, start_ticks: int, order: dict[str, Any]) -> dict[s
         )
         assert size <= _MAX_TEXT_BYTES
         with StoppedThread(pid, _ATTACH_TIMEOUT_S) as thread:
+            _check_user(pid, order["folder"])  # it may run another program since it was looked at
             address = thread.system_call(
                 _MMAP,
                 instruction,
@@ -440,8 +442,7 @@ def _build_fault(detail: str, *, slug: str) -> dict[str, Any]:
 
 
 def _check(pid: int, start_ticks: int, directory: str) -> None:
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    if int(fields[19]) != start_ticks or fields[0] in (b"Z", b"X"):
+    if not read_process_state(pid, start_ticks):
         raise ProcessLookupError
     status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     tracer = next(
@@ -449,6 +450,7 @@ def _check(pid: int, start_ticks: int, directory: str) -> None:
     )
     if tracer:
         raise _AttachFaultError(f"it is traced already, by process {tracer}", slug="traced-already")
+    _check_user(pid, directory)
     host_stat = os.stat(directory)  # noqa: PTH116
     try:
         process_stat = os.stat(f"/proc/{pid}/root{directory}")  # noqa: PTH116
@@ -458,6 +460,12 @@ def _check(pid: int, start_ticks: int, directory: str) -> None:
         raise _AttachFaultError(f"there is no {directory} for it", slug="not-mounted") from error
     if (process_stat.st_dev, process_stat.st_ino) != (host_stat.st_dev, host_stat.st_ino):
         raise _AttachFaultError(f"{directory} is another directory for it", slug="not-mounted")
+
+
+def _check_user(pid: int, directory: str) -> None:
+    """Check that a process has no rights beyond those of whose the directory is."""
+    if read_user(f"/proc/{pid}") != Path(directory).stat().st_uid:
+        raise _AttachFaultError("it has more rights than its user", slug="not-permitted")
 
 
 def _find_python_functions(pid: int) -> tuple[dict[str, int], int]:

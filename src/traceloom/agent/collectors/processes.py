@@ -11,8 +11,11 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -20,6 +23,9 @@ from traceloom.agent.collectors.collector import HostCollector, read
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
 from traceloom.system.units import format_quantity
+
+if TYPE_CHECKING:
+    from traceloom.agent.ownership.model import Process
 
 MAX_PROCESSES = 512  # about 3,000 series
 YOUNG_PROCESS_S = 120.0
@@ -63,6 +69,9 @@ _LIBRARIES = {
 }
 
 
+_Owned = TypeVar("_Owned", "ProcessFacts", "Process")
+
+
 class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's view of a process. `command` is unmasked and never leaves the agent.
 
@@ -93,6 +102,30 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     read_bytes: int | None = None
     written_bytes: int | None = None
+
+
+def read_user(directory: str) -> int:
+    """Returns whose a process is, by its directory in /proc: its user's, and root's where it has more
+    rights than its user, as a setuid program, since the kernel lets only root look into it.
+
+    Raises:
+        OSError: It has ended or is hidden.
+    """
+    status = read(f"{directory}/status")
+    ids = re.findall(rb"^[UG]id:\s+(\d+)\s+(\d+)\s+(\d+)", status, re.MULTILINE)
+    return int(ids[0][0]) if all(len(set(numbers)) == 1 for numbers in ids) else 0
+
+
+def order_by_turns(processes: Iterable[_Owned]) -> list[_Owned]:
+    """Returns processes with the first one of each user first, then the second ones, so that whoever
+    has many takes the place of nobody else.
+    """
+    numbers: Counter[int] = Counter()
+    turns = []
+    for process in processes:
+        numbers[process.uid] += 1
+        turns.append((numbers[process.uid], process))
+    return [process for _, process in sorted(turns, key=itemgetter(0))]
 
 
 def _read_cgroups(directory: str) -> dict[str, str]:
@@ -230,6 +263,7 @@ class Processes(HostCollector):
                     facts.pid,
                 )
             )
+            relevant = order_by_turns(relevant)
         self.omitted = max(len(relevant) - MAX_PROCESSES, 0)
         self.processes = {facts.key: facts for facts in relevant[:MAX_PROCESSES]}
         readings: list[Reading] = []
@@ -355,14 +389,13 @@ class Processes(HostCollector):
             exe = str(Path(directory, "exe").readlink()).removesuffix(" (deleted)")
         except OSError:  # another user's
             exe = ""
-        uid = re.search(rb"^Uid:\s+(\d+)", read(f"{directory}/status"), re.MULTILINE)
         return ProcessFacts(
             key=f"{pid}@{stat.start_ticks}",
             pid=pid,
             start_ticks=stat.start_ticks,
             started_ns=booted_ns + stat.start_ticks * (1_000_000_000 // TICKS_PER_S),
             parent_pid=stat.parent_pid,
-            uid=int(uid[1]) if uid else -1,
+            uid=read_user(directory),
             name=stat.name,
             command=tuple(filter(None, contents["cmdline"].decode(errors="replace").split("\0"))),
             environment=environment,

@@ -23,7 +23,6 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from math import isfinite
-from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +30,7 @@ import msgspec
 from msgspec import Struct
 
 from traceloom import __version__
+from traceloom.agent.collectors.processes import order_by_turns
 from traceloom.agent.config import Config
 from traceloom.agent.fleet_link.client import ServiceClient, ServiceError
 from traceloom.agent.fleet_link.protocol import (
@@ -346,12 +346,6 @@ class FleetConnection:
             elif metric == "job_hung" and value:
                 hung.add(labels[0])
         self.refused = Counter()
-        users: Counter[int] = Counter()
-        processes = []
-        for process in self.host_snapshot.processes.values():
-            users[process.uid] += 1  # whoever has many takes the place of nobody else
-            processes.append((users[process.uid], process))
-        processes.sort(key=itemgetter(0))
         return Heartbeat(
             sent_ns=time.time_ns(),
             boot_id=self.boot_id,
@@ -402,7 +396,7 @@ class FleetConnection:
                         polls=process.key in self.trace_service.registry.clients,
                         hung=process.owner.job in hung,
                     )
-                    for _, process in processes
+                    for process in order_by_turns(self.host_snapshot.processes.values())
                 ],
                 self.refused,
             ),

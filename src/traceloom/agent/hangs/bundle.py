@@ -14,6 +14,7 @@ import textwrap
 import time
 from array import array
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -24,7 +25,6 @@ import msgspec
 
 from traceloom import __version__
 from traceloom.agent import worker
-from traceloom.agent.collectors.collector import read
 from traceloom.agent.hangs.detector import Hang
 from traceloom.agent.hangs.flight_recorder import (
     FlightDump,
@@ -38,6 +38,7 @@ from traceloom.agent.hangs.stacks import (
     find_rank_pids,
     group_stacks,
 )
+from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.metrics import SeriesKey
 from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process
@@ -51,6 +52,7 @@ from traceloom.system.sanitize import sanitize
 VERSION = 1
 LOG = logging.getLogger("traceloom.agent")
 _MAX_RECORDS = 64  # flight records per bundle
+_MAX_FETCHES = 16  # at once
 _MAX_RECORD_BYTES = 256 << 20  # total of records that are analysed but not kept
 _ANALYSIS_TIMEOUT_S = 120.0
 
@@ -250,7 +252,7 @@ async def write_bundle(
             HangProcessInfo(
                 pid=process.pid,
                 rank=process.owner.rank,
-                state=_read_process_state(process) or "ended",
+                state=read_process_state(process.pid, process.start_ticks) or "ended",
                 command=process.command,
                 steps=steps.get(process.pid),
                 flight=diagnosis.flight_notes.get(process.pid, ""),
@@ -276,7 +278,11 @@ async def _examine_hang(
     flights = await _collect_flight_records(processes, hang.since_ns, bundle)
     # Native stacks last, as they stop the process; one that is already stopped would not respond.
     native = await collect_stacks(
-        [process for process in processes if _read_process_state(process) not in ("T", "t")],
+        [
+            process
+            for process in processes
+            if read_process_state(process.pid, process.start_ticks) not in ("T", "t")
+        ],
         native=True,
     )
     dumps = python_stacks.dumps | native.dumps
@@ -309,15 +315,6 @@ async def _examine_hang(
     )
 
 
-def _read_process_state(process: Process) -> str:
-    """Returns the kernel's current state of a process; "" if it has ended."""
-    try:
-        fields = read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
-    except OSError:
-        return ""
-    return fields[0].decode() if int(fields[19]) == process.start_ticks else ""
-
-
 async def _collect_flight_records(
     processes: Sequence[Process], since_ns: int, bundle: _BundleDirectory
 ) -> _FlightRecords:
@@ -329,17 +326,23 @@ async def _collect_flight_records(
         process for process in processes if process.pid in mains and process.owner.rank is not None
     ]
 
+    # Threads of their own: ranks that do not answer take none from the rest of the agent.
+    loop, pool = asyncio.get_running_loop(), ThreadPoolExecutor(_MAX_FETCHES, "flight")
+
     async def take(process: Process) -> None:
         assert process.owner.rank is not None
         try:
-            dumps[process.owner.rank] = await asyncio.to_thread(
-                fetch_flight_record, process, since_ns
+            dumps[process.owner.rank] = await loop.run_in_executor(
+                pool, fetch_flight_record, process, since_ns
             )
             notes[process.pid] = dumps[process.owner.rank].how
         except NoFlightDumpError as error:
             notes[process.pid] = str(error)
 
-    await asyncio.gather(*(take(process) for process in ranks[:_MAX_RECORDS]))
+    try:
+        await asyncio.gather(*(take(process) for process in ranks[:_MAX_RECORDS]))
+    finally:
+        pool.shutdown(wait=False)
     paths: dict[str, str] = {}
     for rank, dump in sorted(dumps.items()):
         name = f"flight_rank_{rank}" + (".json" if dump.kind == "json" else "")
@@ -389,7 +392,7 @@ def _find_blocking_ranks(
         for process in processes
         if process.pid in mains
         and process.owner.rank is not None
-        and _read_process_state(process) in ("T", "t")
+        and read_process_state(process.pid, process.start_ticks) in ("T", "t")
     )
     ended = sorted(ended.rank for ended in hang.gone if ended.rank is not None)
     elsewhere = _list_diverging_ranks(stacks)
@@ -511,7 +514,6 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
         "D": "waits for a disk or device",
         "S": "sleeps",
         "R": "runs",
-        "Z": "ended",
     }
     members = [
         f"{'-' if entry.rank is None else entry.rank:>5}  {entry.pid:>8}  {states.get(entry.state, entry.state):<26}  "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from traceloom.agent.collectors.collector import read
 from traceloom.agent.kineto.protocol import (
     MAX_BYTES,
     Hello,
@@ -128,9 +129,9 @@ class ProfilerRegistry:
         key = f"{pid}@{ticks}"
         client = self.clients.get(key)
         if client is None:
-            if len(self.clients) >= MAX_CLIENTS:
+            if self._is_full(uid):
                 self.forget()
-                if len(self.clients) >= MAX_CLIENTS:
+                if self._is_full(uid):
                     return None
             self.clients.pop(self._keys.get(pid, ""), None)  # an earlier process with this pid
             client = self.clients[key] = ProfilerClient(
@@ -144,6 +145,11 @@ class ProfilerRegistry:
             )
             self._keys[pid] = key
         return client
+
+    def _is_full(self, uid: int) -> bool:
+        """Whether there are too many clients, or a user has half of them."""
+        own = sum(client.uid == uid for client in self.clients.values())
+        return len(self.clients) >= MAX_CLIENTS or own >= MAX_CLIENTS // 2
 
     def answer(self, client: ProfilerClient) -> tuple[bytes, Callable[[], None] | None]:
         """Returns the reply to a client's poll, and a callback for when it is sent."""
@@ -188,11 +194,7 @@ def read_parent_and_start(proc: str, pid: int) -> tuple[int, int]:
     Raises:
         OSError: There is no such process.
     """
-    descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fields = os.read(descriptor, 4096).rpartition(b")")[2].split()
-    finally:
-        os.close(descriptor)
+    fields = read(f"{proc}/{pid}/stat").rpartition(b")")[2].split()
     return int(fields[1]), int(fields[19])
 
 
@@ -208,13 +210,10 @@ def iterate_ancestors(proc: str, parent: int) -> Iterator[int]:
             return
 
 
-def is_same_process_alive(proc: str, pid: int, start_ticks: int) -> bool:
-    """Whether the process still runs; a reused pid has another start time."""
-    return bool(read_process_state(pid, start_ticks, proc))
-
-
 def read_process_state(pid: int, start_ticks: int, proc: str = "/proc") -> str:
-    """Returns the state of the process, as R, S, D, T or t; "" if it has ended."""
+    """Returns the state of the process, as R, S, D, T or t; "" if it has ended: a reused pid has
+    another start time.
+    """
     try:
         fields = Path(proc, str(pid), "stat").read_bytes().rpartition(b")")[2].split()
         state, ticks = fields[0].decode("ascii"), int(fields[19])
@@ -326,8 +325,12 @@ class KinetoSockets:
             if not self.last_error:
                 # Their jobs still poll there.
                 before = {int(path.name) for path in self.root.iterdir() if path.name.isdigit()}
-                for uid in sorted({os.geteuid(), *(before if os.geteuid() == 0 else ())}):
-                    self.prepare(uid)
+                self.prepare(os.geteuid())
+                for uid in sorted(before if os.geteuid() == 0 else ()):
+                    try:
+                        self.prepare(uid)
+                    except OutputError as error:  # noqa: PERF203  (what one has put there is in nobody else's way)
+                        LOG.warning("user %d has no traces on demand: %s", uid, error)
         except (OSError, OutputError) as error:
             self.last_error = str(error)
         if self.last_error:

@@ -60,7 +60,10 @@ class JobNames:
                 owners |= {owner, *known_as}
             self._owners[job] = (was_scheduled or is_scheduled, owners)
             if len(self._owners) > self.most:
-                del self._owners[next(iter(self._owners))]
+                # Of a user who makes up many names the own ones go first.
+                others = (name for name, (_, who) in self._owners.items() if owner in who)
+                oldest = next(others)
+                del self._owners[oldest if oldest != job else next(iter(self._owners))]
             if owner in owners:
                 return job
             job = f"{job}@{(*known_as, owner)[0]}"

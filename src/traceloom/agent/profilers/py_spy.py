@@ -18,7 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.collectors.collector import read
+from traceloom.agent.collectors.processes import read_user
+from traceloom.agent.kineto.server import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.errors import InputError, TraceloomError
@@ -78,14 +79,12 @@ class PySpy:
         """Check that the pid still belongs to the process.
 
         Raises:
-            ProfilerError: `exited`.
+            ProfilerError: `exited`; `not-permitted`: it runs a program with other rights.
         """
-        try:
-            fields = read(f"/proc/{self.process.pid}/stat").rpartition(b")")[2].split()
-        except OSError:
-            fields = []
-        if not fields or int(fields[19]) != self.process.start_ticks or fields[0] in (b"Z", b"X"):
+        if not read_process_state(self.process.pid, self.process.start_ticks):
             raise ProfilerError(f"the process {self.process.pid} has ended", slug="exited")
+        if read_user(f"/proc/{self.process.pid}") != self.process.uid:
+            raise ProfilerError("it has more rights than its user", slug="not-permitted")
 
     def failure(self, errors: bytes) -> ProfilerError:
         text = errors.decode(errors="replace").strip()

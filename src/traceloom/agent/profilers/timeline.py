@@ -25,7 +25,7 @@ from traceloom.agent.kineto.server import (
     PendingConfiguration,
     ProfilerClient,
     ProfilerRegistry,
-    is_same_process_alive,
+    read_process_state,
 )
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
@@ -404,7 +404,7 @@ class TimelineProfiler:
         self.tell("written")
 
     def _check_alive(self, process: Process, watch: _TraceFileWatch | None = None) -> None:
-        if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks) or (
+        if read_process_state(process.pid, process.start_ticks, self.registry.proc) or (
             watch is not None and watch.written()
         ):
             return

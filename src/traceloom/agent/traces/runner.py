@@ -26,8 +26,8 @@ from traceloom.agent.database import RequestStore
 from traceloom.agent.kineto.server import (
     ProfilerClient,
     ProfilerRegistry,
-    is_same_process_alive,
     iterate_ancestors,
+    read_process_state,
 )
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import base
@@ -56,7 +56,7 @@ LOG = logging.getLogger("traceloom.agent")
 CAPTURE_FILE = "capture.json"  # as docs/reference/capture-json.md describes it
 _POLL_S = 0.2
 _MAX_TARGETS = 4096  # per request
-_MAX_REQUESTS = 2000  # kept, including ended ones
+_MAX_REQUESTS = 500  # of a user that have ended
 
 
 class TraceService:
@@ -149,9 +149,10 @@ class TraceService:
                 hint="name --pid or --job",
             )
         uid = users.pop()
-        if sum(request.uid == uid and not request.ended for request in self.requests.values()) >= (
-            self.config.traces.max_requests_per_user
-        ):
+        running = sum(
+            request.uid == uid and not request.ended for request in self.requests.values()
+        )
+        if running >= self.config.traces.max_requests_per_user:
             raise HttpError(
                 429,
                 "too many requests of this user run already",
@@ -172,13 +173,16 @@ class TraceService:
         )
         request.targets = list(_create_targets(request, matching, self.config.host_name))
         loop = asyncio.get_running_loop()
+        self.requests[request.id] = request  # before anything is waited for: it counts at once
         try:
             await loop.run_in_executor(self._disk, self.places.prepare, uid, request.id)
             await loop.run_in_executor(self._disk, self.store.put, request)
         except OutputError as error:
+            del self.requests[request.id]
             raise HttpError(503, str(error), slug=error.slug, hint=error.hint) from error
-        self.requests[request.id] = request
         self._run(request)
+        own = [kept for kept in self.requests.values() if kept.uid == uid and kept.ended]
+        self._delete(own[:-_MAX_REQUESTS])  # nobody's requests take the place of another user's
         return request
 
     def cancel(self, request: TraceRequest) -> None:
@@ -234,15 +238,21 @@ class TraceService:
         thread.
         """
         old = time.time_ns() - int(self.config.traces.keep_days * 86_400 * 1e9)
-        ended = [request for request in self.requests.values() if request.ended]
-        excess = len(self.requests) - _MAX_REQUESTS
-        for number, request in enumerate(ended):
-            if request.asked_ns < old or number < excess:
-                del self.requests[request.id]
-                self._versions.pop(request.id, None)
-                self._disk.submit(self.places.remove, request.uid, request.id)
-                self._disk.submit(self.store.delete, request.id)
+        self._delete(
+            [
+                request
+                for request in self.requests.values()
+                if request.ended and request.asked_ns < old
+            ]
+        )
         self._disk.submit(self.places.sweep)
+
+    def _delete(self, requests: list[TraceRequest]) -> None:
+        for request in requests:
+            del self.requests[request.id]
+            self._versions.pop(request.id, None)
+            self._disk.submit(self.places.remove, request.uid, request.id)
+            self._disk.submit(self.store.delete, request.id)
 
     def matching(self, spec: TraceSpec, may_trace: Callable[[int], bool]) -> list[Process]:
         """Returns the processes that a request selects.
@@ -285,7 +295,7 @@ class TraceService:
             [
                 process
                 for process in matches
-                if is_same_process_alive(self.registry.proc, process.pid, process.start_ticks)
+                if read_process_state(process.pid, process.start_ticks, self.registry.proc)
             ]
         )[: spec.max_processes]
         if not matches:

@@ -10,12 +10,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
+from support.users import BERT, lend_shared_directory, needs_users
+from support.waiting import until
+from traceloom.agent.attach.injection import inject_order
 from traceloom.agent.collectors import processes as module
 from traceloom.agent.collectors.processes import Processes, ProcessFacts, select_main_cgroup
 from traceloom.agent.config import Config, Owners
+from traceloom.agent.ownership.model import Process
+from traceloom.agent.profilers.base import ProfilerError
+from traceloom.agent.profilers.py_spy import PySpy
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"
 RANK = {"RANK": "3", "LOCAL_RANK": "1", "SECRET_TOKEN": "hunter2"}
@@ -540,3 +547,48 @@ def test_a_real_pid_that_is_given_again() -> None:
             assert facts.environment["LOCAL_RANK"] == "1"
             return
     pytest.skip("others took the pid each time")
+
+
+def test_whoever_has_many_processes_takes_the_place_of_nobody_else(
+    tree: HostTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PROCESSES", 4)
+    for pid in range(10, 20):
+        tree.process(pid, maps=(TORCH,), uid=1001)  # what loads a framework comes first
+    for pid in (30, 31, 32):
+        tree.process(pid, environment=RANK, uid=1002)
+    processes = Processes(tree.config())
+    processes.collect()
+    assert [facts.pid for facts in processes.processes.values()] == [10, 30, 11, 31]
+
+
+@needs_users
+@pytest.mark.parametrize("rights", ["--euid=0", "--egid=0"])
+def test_a_program_with_more_rights_than_its_user_is_roots(rights: str) -> None:
+    """As a setuid or setgid program is: the kernel lets its user not look into it, nor does the agent."""
+    who = [f"--ruid={BERT}", f"--rgid={BERT}", "--clear-groups"]
+    rest = f"--egid={BERT}" if "euid" in rights else f"--euid={BERT}"
+    with subprocess.Popen(["setpriv", *who, rest, rights, "sleep", "600"]) as child:
+        try:
+            until(lambda: Path(f"/proc/{child.pid}/comm").read_text(encoding="ascii") == "sleep\n")
+            assert module.read_user(f"/proc/{child.pid}") == 0
+            ticks = int(Path(f"/proc/{child.pid}/stat").read_text(encoding="ascii").split()[21])
+            known = Process(  # as of before it began that program
+                key=f"{child.pid}@{ticks}",
+                pid=child.pid,
+                start_ticks=ticks,
+                started_ns=0,
+                parent_pid=1,
+                uid=BERT,
+                command="",
+            )
+            with pytest.raises(ProfilerError, match="more rights than its user"):
+                PySpy(known).check()
+            PySpy(msgspec.structs.replace(known, uid=0)).check()
+            with lend_shared_directory() as folder:
+                os.chown(folder, BERT, BERT)
+                order = {"folder": str(folder)}
+                fault = inject_order(pid=child.pid, start_ticks=ticks, order=order)
+                assert fault["detail"] == "it has more rights than its user"
+        finally:
+            child.kill()

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from traceloom.agent.config import Config, Hangs, HistorySettings
+from traceloom.agent.hangs import service
 from traceloom.agent.hangs.service import HangRecord, HangService
 from traceloom.agent.history import History
 from traceloom.agent.metrics import Reading
@@ -118,7 +119,15 @@ def test_only_the_newest_bundles_stay(sleeping: Process, tmp_path: Path) -> None
     host.hangs.listeners.append(lambda record: heard.append(record.state))
 
     async def use() -> None:
-        first, second = await host.hang(), await host.hang()
+        first = await host.hang()
+        handle = os.open(first.directory, os.O_DIRECTORY)
+        for _ in range(1500):  # as deep as nothing of Python removes
+            os.mkdir("d", dir_fd=handle)
+            inner = os.open("d", os.O_DIRECTORY, dir_fd=handle)
+            os.close(handle)
+            handle = inner
+        os.close(handle)
+        second = await host.hang()
         assert "rank 0 is in `nap` (<string>:2)" in first.sentence
         assert [
             path.name for path in (tmp_path / "traces" / str(os.geteuid()) / "hangs").iterdir()
@@ -241,3 +250,38 @@ def test_switched_off_it_looks_at_nothing(sleeping: Process, tmp_path: Path) -> 
 
     run(host, use)
     assert not (tmp_path / "hangs.json").exists()
+
+
+def test_many_jobs_that_hang_push_out_no_open_hang_and_nothing_of_another_user(
+    sleeping: Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_RECORDS", 2)
+    host = Desk(tmp_path, sleeping, msgspec.structs.replace(QUICK, bundles=False))
+
+    async def use() -> None:
+        record = await host.hang()
+        others = [
+            msgspec.structs.replace(record.hang, job=f"job{number}", uid=uid)
+            for number, uid in enumerate((7, *(8,) * 6))
+        ]
+        monkeypatch.setattr(host.hangs, "_describe", nothing)
+        monkeypatch.setattr(host.hangs, "_works", nothing)
+        for hang in others:
+            host.hangs.watch.hangs[hang.key] = hang
+        await asyncio.gather(*map(host.hangs._take_in_turn, others))
+        assert len(host.hangs.records) == 8, "all of them are open"
+        for hang in others:  # their processes have ended
+            host.hangs.watch.hangs[hang.key] = msgspec.structs.replace(hang, processes=())
+        host.hangs.check()
+        states = [row.state for row in host.hangs.records]
+        assert states == ["hangs", *["ended"] * 7], states
+        again = msgspec.structs.replace(others[-1], job="again")
+        host.hangs.watch.hangs[again.key] = again
+        await host.hangs._take_in_turn(again)
+        kept = [(row.hang.uid, row.hang.job) for row in host.hangs.records]
+        assert kept == [(os.geteuid(), "j"), (7, "job0"), (8, "job5"), (8, "job6"), (8, "again")]
+
+    async def nothing(*_: object) -> None:
+        return None
+
+    run(host, use)

@@ -14,7 +14,6 @@ from traceloom.agent.kineto.server import (
     PendingConfiguration,
     ProfilerClient,
     ProfilerRegistry,
-    is_same_process_alive,
     iterate_ancestors,
     read_parent_and_start,
     read_process_state,
@@ -109,7 +108,7 @@ def test_what_the_kernel_does_not_say_makes_no_client(kernel: Kernel, content: s
     (kernel.proc / "40" / "stat").write_text(content)
     assert kernel.poll(40) is None
     assert kernel.registry.clients == {}
-    assert not is_same_process_alive(str(kernel.proc), 40, 100)
+    assert not read_process_state(40, 100, str(kernel.proc))
     assert list(iterate_ancestors(str(kernel.proc), 40)) == [40]
 
 
@@ -127,7 +126,7 @@ def test_a_name_is_no_field(kernel: Kernel, name: str) -> None:
 def test_this_very_process_lives(kernel: Kernel, state: str, ticks: int, lives: str) -> None:
     kernel.start(40, ticks, state=state)
     assert read_process_state(40, 100, str(kernel.proc)) == lives
-    assert is_same_process_alive(str(kernel.proc), 40, 100) is bool(lives)
+    assert bool(read_process_state(40, 100, str(kernel.proc))) is bool(lives)
 
 
 def test_parents_in_a_circle_have_an_end(kernel: Kernel) -> None:
@@ -203,11 +202,22 @@ def test_there_are_so_many_clients_and_no_more(
     monkeypatch.setattr(module, "MAX_CLIENTS", 3)
     for pid in range(40, 46):
         kernel.start(pid, 100)
-    assert [kernel.poll(pid) is not None for pid in range(40, 46)] == [True] * 3 + [False] * 3
+    polls = [kernel.poll(pid, uid=pid) is not None for pid in range(40, 46)]
+    assert polls == [True] * 3 + [False] * 3
     kernel.now += 6
     kernel.end(41)
     assert kernel.poll(45) is not None  # one has made room
     assert set(kernel.registry.clients) == {"40@100", "42@100", "45@100"}
+
+
+def test_one_user_has_half_of_the_clients_at_most(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_CLIENTS", 4)
+    for pid in range(40, 46):
+        kernel.start(pid, 100)
+    assert [kernel.poll(pid, uid=7) is not None for pid in (40, 41, 42)] == [True, True, False]
+    assert [kernel.poll(pid, uid=8) is not None for pid in (43, 44)] == [True, True]
 
 
 def test_listeners_hear_of_each_poll_also_those_that_leave_meanwhile(kernel: Kernel) -> None:

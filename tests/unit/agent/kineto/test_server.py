@@ -452,3 +452,38 @@ def test_a_second_agent_takes_no_sockets_of_the_first(place: Path) -> None:
         return answer
 
     assert asyncio.run(live()) == ""
+
+
+@root
+def test_what_a_user_puts_in_place_of_the_socket_is_in_nobody_elses_way(place: Path) -> None:
+    def begin(*users: int) -> tuple[str, list[bool]]:
+        sockets = KinetoSockets(place, ProfilerRegistry())
+
+        async def live() -> tuple[str, list[bool]]:
+            sockets.start()
+            try:
+                for uid in users:
+                    sockets.prepare(uid)
+                return sockets.last_error, [
+                    (place / str(uid) / "dynolog").is_socket() for uid in (0, ANNA, BERT)
+                ]
+            finally:
+                sockets.close()
+
+        return asyncio.run(live())
+
+    assert begin(ANNA, BERT) == ("", [True] * 3)
+    own = str(place / str(ANNA) / "dynolog")
+    subprocess.run(
+        [
+            "setpriv",
+            f"--reuid={ANNA}",
+            f"--regid={ANNA}",
+            "--clear-groups",
+            "mkdir",
+            "-p",
+            f"{own}/x",
+        ],
+        check=True,
+    )
+    assert begin() == ("", [True, False, True])

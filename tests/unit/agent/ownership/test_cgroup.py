@@ -141,3 +141,11 @@ def test_who_is_first_keeps_the_name_of_a_job_and_a_scheduler_goes_before() -> N
     assert names.claim("run", 6, is_scheduled=False) == "run", (
         "names are forgotten, not without end"
     )
+
+
+def test_who_makes_up_many_names_loses_the_own_ones_and_takes_nobody_elses() -> None:
+    names = JobNames(4)
+    assert names.claim("run", 1, is_scheduled=False) == "run"
+    for number in range(10):
+        names.claim(f"other{number}", 9, is_scheduled=False)
+    assert names.claim("run", 9, "eve", is_scheduled=False) == "run@eve"

@@ -18,6 +18,7 @@ from traceloom.agent.kineto.server import ProfilerRegistry
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.steps import StepCounter
+from traceloom.agent.traces import runner
 from traceloom.agent.traces.files import TraceDirectories, delete_output
 from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TraceTarget
 from traceloom.agent.traces.runner import TraceService
@@ -249,6 +250,46 @@ def test_a_user_has_so_many_requests_and_no_more(tmp_path: Path) -> None:
     ids = asyncio.run(live())
     assert len(set(ids)) == 3
     assert [target.state for target in trace_service.requests[ids[0]].targets] == ["cancelled"]
+
+
+def test_requests_at_once_are_no_more_than_one_after_the_other(tmp_path: Path) -> None:
+    trace_service = build_service(tmp_path, [process(60, 0)], attach=True, max_requests_per_user=2)
+    spec = TraceSpec(job="job", duration_s=5.0, attach=True)
+
+    async def live() -> list[object]:
+        submits = (trace_service.submit(spec, "test", lambda _: True) for _ in range(20))
+        answers = await asyncio.gather(*submits, return_exceptions=True)
+        await trace_service.close()
+        return list(answers)
+
+    assert sum(isinstance(answer, TraceRequest) for answer in asyncio.run(live())) == 2
+
+
+def test_many_requests_of_one_user_delete_none_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_MAX_REQUESTS", 3)
+    trace_service = build_service(
+        tmp_path, [process(60, 0, UID), process(61, 0, UID + 1)], attach=True
+    )
+    spec = TraceSpec(host="node 1/a", duration_s=5.0, attach=True)
+
+    async def submit(uid: int) -> str:
+        request = await trace_service.submit(spec, "test", lambda user: user == uid)
+        await trace_service.end(request, 60)
+        return request.id
+
+    async def live() -> tuple[str, list[str]]:
+        kept = await submit(UID)
+        made = [await submit(UID + 1) for _ in range(10)]
+        trace_service.delete_expired()
+        await trace_service.close()
+        return kept, made
+
+    kept, made = asyncio.run(live())
+    assert list(trace_service.requests) == [kept, *made[-4:]]
+    names = {path.name for path in (tmp_path / "traces" / str(UID + 1)).iterdir()}
+    assert names == {"incoming", *made[-4:]}
 
 
 def test_old_requests_are_forgotten_with_their_files_and_open_ones_never(tmp_path: Path) -> None:
