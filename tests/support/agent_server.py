@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -37,6 +37,9 @@ from traceloom.agent.traces.runner import TraceService
 from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.server.listener import OpenListeners, serve
+
+if TYPE_CHECKING:
+    from traceloom.agent.daemon import Agent
 
 ANNA, BERT = 4001, 4002  # two users
 
@@ -311,7 +314,7 @@ def listening(agent: SmallAgent, directory: Path) -> Iterator[OpenListeners]:
     try:
         listeners = run(
             serve(
-                build_app(agent),
+                build_app(cast("Agent", agent)),
                 agent.config.tcp,
                 agent.config.access,
                 locations_in(directory).socket,

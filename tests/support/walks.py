@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import threading
-from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -46,12 +45,12 @@ class LocalWorker:
     def send(self, job: dict[str, Any]) -> None:
         self.job = job
 
-    def answers(self) -> Iterator[dict[str, Any]]:
+    def read_answer(self, *_limits: object) -> dict[str, Any]:
         from traceloom.agent.worker import TASKS
 
         module, _, name = TASKS[self.job["task"]].partition(":")
         with mock.patch("resource.setrlimit"):  # a task limits the memory of its process
-            yield {
+            return {
                 "result": getattr(importlib.import_module(module), name)(**self.job["arguments"])
             }
 

@@ -1,30 +1,19 @@
-"""Request and response Structs of the agent's HTTP API, which clients decode into, and the
-interface of the agent behind it.
-"""
+"""Request and response Structs of the agent's HTTP API, which clients decode into."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from traceloom.agent.config import AnyRule, Config
-from traceloom.agent.hangs.stacks import GroupedStacks, MissingStack, StackGroup
+from traceloom.agent.config import AnyRule
+from traceloom.agent.hangs.stacks import MissingStack, StackGroup
 from traceloom.agent.metrics import MetricKind, SeriesKey
-from traceloom.agent.ownership.model import Process
-from traceloom.agent.snapshot import Snapshot
-from traceloom.agent.topline import TracedFacts
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget, TriggerCause
 from traceloom.server.access import Visibility
 from traceloom.server.problem import HttpResponseBody
-
-if TYPE_CHECKING:
-    from traceloom.agent.hangs.service import HangService
-    from traceloom.agent.traces.runner import TraceService
-    from traceloom.agent.triggers.adapter import TriggerEngine
-
 
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
@@ -502,66 +491,3 @@ class HistoryQuery(msgspec.Struct, frozen=True, kw_only=True):
     where: dict[str, str]
     seen_as: Callable[[SeriesKey], SeriesKey | None]
     raw: bool = False
-
-
-class AgentInterface(Protocol):
-    """The agent as the HTTP handlers use it. All methods are called in the agent's loop."""
-
-    host_snapshot: Snapshot
-    config: Config
-    trace_service: TraceService
-    hangs: HangService
-    triggers: TriggerEngine
-
-    def status(self) -> StatusResponse:
-        """Returns the state of the agent."""
-
-    async def doctor(self) -> list[Check]:
-        """Returns what works on this host and what does not."""
-
-    async def query(self, question: HistoryQuery) -> Sequence[SeriesResponse]:
-        """Returns the history of a metric.
-
-        Raises:
-            HttpError: A label that the metric does not have.
-        """
-
-    async def pause(self, seconds: float) -> list[str]:
-        """Release hardware counters; returns the back ends that did."""
-
-    async def learn(self, job: str, path: str, user: int) -> TracedFacts:
-        """Read facts about a job from a trace of it.
-
-        Raises:
-            HttpError: `user` cannot read it, or another one is being read.
-        """
-
-    async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
-        """Returns the current stacks of all threads of processes.
-
-        Raises:
-            HttpError: `busy`: other requests are in progress.
-        """
-
-    def steps(self, pid: int, uid: int, body: StepsBody) -> None:
-        """Count steps that a process reports, identified by the credentials of its socket.
-
-        Raises:
-            HttpError: It is not a relevant process, or it is another user's.
-        """
-
-    def environment(self, uid: int) -> dict[str, str]:
-        """Returns the variables that prepare a job of a user, after creating a directory with a
-        socket for that user.
-
-        Raises:
-            HttpError: It cannot be created.
-        """
-
-    def acts(
-        self, actor: str, pid: int | None, route: str, *, allowed: bool, **details: object
-    ) -> None:
-        """Log a caller's request for a change in the audit log."""
-
-    def asked(self, route: str, code: int) -> None:
-        """Count a request."""

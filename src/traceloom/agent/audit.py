@@ -46,11 +46,12 @@ class AuditLog:
             line = msgspec.json.encode({**entry, "cut": beginning})
         line += b"\n"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o711, parents=True, exist_ok=True)
             # One write to a file opened for appending: lines of several threads never mix.
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self.path, flags, 0o640)
+            descriptor = os.open(self.path, flags, 0o600)
             try:
+                os.fchmod(descriptor, 0o600)  # also where it has been for others to read
                 size = os.fstat(descriptor).st_size
                 os.write(descriptor, line)
             finally:

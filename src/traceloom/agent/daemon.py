@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -69,7 +69,7 @@ from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.agent.triggers.watches import HangWatch
 from traceloom.errors import InputError, OutputError, TraceloomError, nearest
-from traceloom.server.access import RefusalCounter
+from traceloom.server.access import RateLimiter, RefusalCounter
 from traceloom.server.listener import serve
 from traceloom.server.problem import HttpError
 
@@ -80,7 +80,8 @@ _AFTER_DEFECT_S = 60.0
 _LAST_TICK_S = 5.0  # time-out of the last write when the agent ends
 _MAX_READING_S = 300.0  # time-out for reading the facts of a trace
 _MAX_JOBS = 1024  # jobs whose traced facts are kept
-_MAX_STACK_REQUESTS = 8  # concurrent; each examines every process of a job
+_MAX_STACK_REQUESTS = 8  # about a user; each examines every process of a job
+_AUDITED_AT_ONCE, _AUDITED_PER_S = 100.0, 1.0  # lines in full of each user or token
 _MAX_REPORTING_PROCESSES = 4096  # processes examined because they report steps
 
 
@@ -98,12 +99,14 @@ class Agent:
     """
 
     def __init__(self, config: Config, locations: AgentPaths) -> None:
-        self.config = config
+        self.config: Config = config
         self.locations = locations
-        self.host_snapshot = Snapshot()
+        self.host_snapshot: Snapshot = Snapshot()
         self.history = History(locations.history, config.history)
         self.audit = AuditLog(locations.audit)
         self._refusals = RefusalCounter()
+        self._audited = RateLimiter(_AUDITED_PER_S)
+        self._audited.burst = _AUDITED_AT_ONCE
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcessCollector(config, self.accelerators)
         self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))
@@ -141,7 +144,7 @@ class Agent:
             self.boot_id = path.read_text(encoding="ascii").strip()
         self.registry = ProfilerRegistry(config.collect.proc)
         self.registry.listeners.append(self._polled)
-        self.trace_service = TraceService(
+        self.trace_service: TraceService = TraceService(
             config,
             self.registry,
             lambda: self.host_snapshot.processes,
@@ -165,7 +168,7 @@ class Agent:
                 self.topline,
                 self.boot_id,
             )
-        self.hangs = HangService(
+        self.hangs: HangService = HangService(
             config,
             self.host_snapshot,
             self.history,
@@ -183,7 +186,7 @@ class Agent:
         self._writing = ThreadPoolExecutor(1, "history")
         # Boot time of the host.
         self._started_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        self.triggers = TriggerEngine(
+        self.triggers: TriggerEngine = TriggerEngine(
             config,
             self.host_snapshot,
             self.trace_service,
@@ -194,9 +197,11 @@ class Agent:
             {"hang": lambda _: HangWatch(self.hangs)},
         )
         self._reading = ThreadPoolExecutor(2, "query")
-        self._analysing = threading.Lock()
-        self._looking = asyncio.Lock()
-        self._stack_questions = 0  # requests for stacks in progress or waiting
+        # Users whose traces are read, and whose processes are looked at: one for each at a time, so
+        # that those of one delay nobody else.
+        self._analysing: set[int] = set()
+        self._looking: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._stack_questions: Counter[int] = Counter()  # in progress or waiting
         self._stop = asyncio.Event()
         self._ticked = time.monotonic()
 
@@ -261,7 +266,7 @@ class Agent:
         """Shut down in order."""
         self._stop.set()
 
-    # AgentInterface, used by the HTTP handlers.
+    # Used by the HTTP handlers.
 
     def status(self) -> StatusResponse:
         return StatusResponse(
@@ -361,8 +366,9 @@ class Agent:
         Raises:
             HttpError: It cannot be read, or another one is being read.
         """
-        if not self._analysing.acquire(blocking=False):
+        if user in self._analysing:
             raise HttpError(429, "another trace is being read", slug="busy", retry_s=5)
+        self._analysing.add(user)
         reader = user if os.geteuid() == 0 and user != 0 else None
         task = partial(worker.run, "job-facts", timeout_s=_MAX_READING_S, user=reader, path=path)
         try:
@@ -370,28 +376,29 @@ class Agent:
         except TraceloomError as error:
             raise HttpError(400, error.message, slug=error.slug, hint=error.hint) from error
         finally:
-            self._analysing.release()
+            self._analysing.discard(user)
         self.job_facts = dict([*self.job_facts.items(), (job, facts)][-_MAX_JOBS:])
         return facts
 
     async def stacks(self, processes: Sequence[Process], *, native: bool) -> GroupedStacks:
-        """Returns the current stacks of processes grouped as in `group_stacks`; one request at
-        a time.
+        """Returns the current stacks of processes grouped as in `group_stacks`; one request about a
+        user at a time.
 
         Raises:
             HttpError: `busy`: several requests wait already.
         """
-        if self._stack_questions >= _MAX_STACK_REQUESTS:
+        user = processes[0].uid
+        if self._stack_questions[user] >= _MAX_STACK_REQUESTS:
             raise HttpError(429, "others are looked at", slug="busy", retry_s=5)
-        self._stack_questions += 1
+        self._stack_questions[user] += 1
         try:
-            async with self._looking:
+            async with self._looking[user]:
                 stack_dumps = await collect_stacks(processes, native=native)
                 # Python stacks do not show a wait inside C++; the flight recorder does, if it is
                 # on.
                 waits = await find_collective_waits(processes)
         finally:
-            self._stack_questions -= 1
+            self._stack_questions[user] -= 1
         return await asyncio.to_thread(
             group_stacks, processes, stack_dumps.dumps, stack_dumps.reasons, waits=waits
         )
@@ -437,7 +444,9 @@ class Agent:
     ) -> None:
         """Write an action or a refusal to the audit log."""
         result = "done" if allowed else "not-allowed"
-        if not allowed:
+        # Who does much in little time would push out what others did; root and the agent itself may.
+        may_write = actor in ("agent", "uid 0") or self._audited.has_room(actor)
+        if not (allowed and may_write):
             times = self._refusals.count(actor, route)
             if not times:
                 return

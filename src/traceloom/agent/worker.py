@@ -30,6 +30,10 @@ TASKS = {
 }
 
 
+_MAX_ANSWER_BYTES = 64 << 20
+_NO_LIMIT_S = 86_400.0  # of tasks that whoever asked ends
+
+
 def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **arguments: Any) -> Any:
     """Run a task, optionally as another user; blocks, so it is called in a thread.
 
@@ -38,24 +42,11 @@ def run(task: str, *, timeout_s: float = 600.0, user: int | None = None, **argum
             `timeout_s`.
     """
     worker = _start(task, user)
-    timer = threading.Timer(timeout_s, worker.kill)
-    timer.daemon = True
-    timer.start()
     try:
-        worker.send({"task": task, "arguments": arguments})
-        answer = next(worker.answers(), None)
-    except ValueError:
-        answer = None  # it was cut while it wrote
+        return _ask(worker, task, arguments, timeout_s, f"the task `{task}` failed: ")
     finally:
-        timer.cancel()
         worker.kill()
         worker.ended()
-    if answer is None or "error" in answer:
-        raise TraceloomError(
-            f"the task `{task}` failed: {answer['error'] if answer else 'its process ended'}",
-            slug="task-failed",
-        )
-    return answer["result"]
 
 
 async def run_alone(task: str, **arguments: Any) -> Any:
@@ -70,17 +61,23 @@ async def run_alone(task: str, **arguments: Any) -> Any:
     """
     worker = _start(task, None)
     try:
-        worker.send({"task": task, "arguments": arguments})
-        answer = await asyncio.to_thread(next, worker.answers(), None)
-    except ValueError:
-        answer = None  # it was cut while it wrote
+        return await asyncio.to_thread(_ask, worker, task, arguments, _NO_LIMIT_S)
     finally:
         worker.kill()
         threading.Thread(target=worker.ended, name=f"end of {task}", daemon=True).start()
+
+
+def _ask(
+    worker: WorkerProcess, task: str, arguments: dict[str, Any], timeout_s: float, prefix: str = ""
+) -> Any:
+    try:
+        worker.send({"task": task, "arguments": arguments})
+        answer = worker.read_answer(timeout_s, _MAX_ANSWER_BYTES)
+    except (ValueError, RecursionError):
+        answer = None  # it was cut while it wrote
     if answer is None or "error" in answer:
-        raise TraceloomError(
-            answer["error"] if answer else f"the process of `{task}` ended", slug="task-failed"
-        )
+        reason = answer["error"] if answer else "its process ended"
+        raise TraceloomError(f"{prefix}{reason}", slug="task-failed")
     return answer["result"]
 
 

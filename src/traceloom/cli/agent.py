@@ -233,6 +233,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     config = msgspec.structs.replace(config, **changes)
     agent_paths = _resolve_paths(args, config)
+    os.umask(os.umask(0o077) | 0o022)  # nobody else writes where the agent does
     logging.basicConfig(
         format="%(levelname)s %(message)s",
         stream=sys.stderr,

@@ -186,12 +186,8 @@ class RateLimiter:
         # peer -> (tokens, time), least recently seen first.
         self.buckets: dict[str, tuple[float, float]] = {}
 
-    def take(self, name: str) -> None:
-        """Count a request of a peer.
-
-        Raises:
-            HttpError: `too-many-requests`: no token is left.
-        """
+    def has_room(self, name: str) -> bool:
+        """Counts what a peer does; returns whether a token was left for it."""
         now = self.clock()
         tokens, last_s = self.buckets.pop(name, (self.burst, now))
         tokens = min(self.burst, tokens + (now - last_s) * self.per_second)
@@ -199,7 +195,16 @@ class RateLimiter:
         self.buckets[name] = (tokens - 1 if tokens >= 1 else tokens, now)
         if len(self.buckets) > _MAX_CALLERS:
             del self.buckets[next(iter(self.buckets))]
-        if tokens < 1:
+        return tokens >= 1
+
+    def take(self, name: str) -> None:
+        """Count a request of a peer.
+
+        Raises:
+            HttpError: `too-many-requests`: no token is left.
+        """
+        if not self.has_room(name):
+            tokens, _ = self.buckets[name]
             raise HttpError(
                 429,
                 f"more than {self.per_second:g} requests a second",

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -87,6 +89,28 @@ class WorkerProcess:
         """Yields its answers, until it ends."""
         assert self._process.stdout is not None
         return map(json.loads, self._process.stdout)
+
+    def read_answer(self, seconds: float, max_bytes: int) -> Any:
+        """Returns its first answer; None if it ends without one, or takes longer than that.
+
+        Another user's process cannot be trusted to end, nor to write little: that user may stop it,
+        or write with its end of the pipe.
+
+        Raises:
+            ValueError: The answer is not whole or larger than that.
+        """
+        assert self._process.stdout is not None
+        poller, end = select.poll(), time.monotonic() + seconds
+        poller.register(self._process.stdout, select.POLLIN)
+        text = bytearray()
+        while not text.endswith(b"\n") and len(text) <= max_bytes:
+            if not poller.poll(max(end - time.monotonic(), 0) * 1000):
+                return None
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                break
+            text += chunk
+        return json.loads(text) if text else None
 
     def kill(self) -> None:
         """End it at once."""

@@ -140,20 +140,28 @@ def _read_as(uid: int, path: Path) -> bytes:
 
 
 def test_no_file_of_the_agent_is_for_other_users() -> None:
+    """Whatever mask of modes it is started with."""
     with lend_shared_directory(0o755) as directory:
-        before = os.umask(0o022)
+        disk = directory / "new" / "state"
+        before = os.umask(0)
         try:
-            agent = Running(directory)
+            agent = Running(directory, disk=disk)
         finally:
             os.umask(before)
         try:
             until(lambda: agent.client.get("status")["history"]["bytes"] > 4096)
             agent.client.post("counters/pause", {"seconds": 1})
-            until((directory / "audit.jsonl").exists)
-            names = {path.name for path in directory.iterdir()}
-            assert {"agent.db", "agent.db-wal", "agent.db-shm", "requests.db"} <= names
-            opened = {name for name in names if _read_as(ANNA, directory / name)}
+            until((disk / "audit.jsonl").exists)
+            files = {path.name: path for path in (*directory.iterdir(), *disk.iterdir())}
+            assert {"agent.db", "agent.db-wal", "agent.db-shm", "requests.db"} <= files.keys()
+            opened = {name for name, path in files.items() if _read_as(ANNA, path)}
             assert opened <= {"agent.toml", "log"}, "what this test itself has written"
+            writable = {
+                path.name
+                for path in directory.rglob("*")
+                if path.stat().st_mode & 0o022 and not path.is_socket()
+            }
+            assert writable <= {"agent.toml", "log"}
         finally:
             assert agent.end() == 0
 

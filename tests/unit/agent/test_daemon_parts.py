@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +18,17 @@ import pytest
 
 from support.agent_server import ANNA, BERT, locations_in, process
 from support.prometheus import free_port
+from traceloom.agent import daemon
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.api import HistoryQuery
 from traceloom.agent.config import Accelerators, Collect, Config, Otlp, Owners
 from traceloom.agent.daemon import Agent
+from traceloom.agent.hangs.stacks import StackDumps
 from traceloom.agent.metrics import METRICS, HistogramReading, Reading, SeriesKey
+from traceloom.agent.ownership.model import Process
 from traceloom.agent.snapshot import VisibleSnapshot
 from traceloom.server.access import Caller
+from traceloom.server.problem import HttpError
 
 
 @contextmanager
@@ -230,3 +237,62 @@ def test_memory_has_what_collectors_deliver_between_two_ticks(tmp_path: Path) ->
             assert list(points.values) == [turn / 8 for turn in range(5)]
 
     asyncio.run(live())
+
+
+def test_what_is_done_for_one_user_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One user has the agent read a trace, and look at a process, that never come to an end."""
+    release = threading.Event()
+
+    def read(task: str, *, user: int | None, **_: object) -> dict[str, object]:
+        if user == BERT or os.geteuid():
+            assert release.wait(60)
+        return {}
+
+    async def look(processes: Sequence[Process], **_: object) -> StackDumps:
+        if processes[0].uid == BERT:
+            await asyncio.to_thread(release.wait, 60)
+        return StackDumps(dumps={}, reasons={})
+
+    monkeypatch.setattr(daemon.worker, "run", read)
+    monkeypatch.setattr(daemon, "collect_stacks", look)
+
+    async def live() -> None:
+        with made(tmp_path) as agent:
+            theirs = [
+                asyncio.create_task(agent.stacks([process(22, BERT, "b", 0)], native=False))
+                for _ in range(8)
+            ]
+            theirs.append(asyncio.create_task(agent.learn("j", "/x", BERT)))
+            await asyncio.sleep(0.05)
+            for question in (
+                agent.stacks([process(22, BERT, "b", 0)], native=False),
+                agent.learn("j", "/x", BERT),
+            ):
+                with pytest.raises(HttpError, match=r"others are|another"):
+                    await question
+            await agent.stacks([process(11, ANNA, "a", 0)], native=False)
+            if os.geteuid() == 0:
+                await agent.learn("k", "/y", ANNA)
+            release.set()
+            await asyncio.gather(*theirs)
+
+    asyncio.run(live())
+
+
+def test_who_does_much_does_not_push_what_others_did_out_of_the_audit_log(tmp_path: Path) -> None:
+    (tmp_path / "audit.jsonl").touch(0o666)
+    (tmp_path / "audit.jsonl").chmod(0o666)
+    with made(tmp_path) as agent:
+        for actor, number in (("uid 0", 300), (f"uid {BERT}", 5000), (f"uid {ANNA}", 3)):
+            for _ in range(number):
+                agent.acts(actor, 7, "/api/v1/stacks", allowed=True)
+        agent._writing.shutdown()
+        text = (tmp_path / "audit.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
+    counts = Counter(line["who"] for line in lines)
+    assert (counts["uid 0"], counts[f"uid {ANNA}"]) == (300, 3)
+    assert 100 < counts[f"uid {BERT}"] < 1000
+    assert {line["result"] for line in lines} == {"done"}
+    assert (tmp_path / "audit.jsonl").stat().st_mode & 0o077 == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from support.waiting import until
 from traceloom.agent import worker
 from traceloom.errors import TraceloomError
+from traceloom.system.processes import WorkerProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is Linux's")
 
@@ -110,3 +113,37 @@ def test_a_task_as_another_user_reads_what_that_user_may(tmp_path: Path) -> None
         assert error.slug == "task-failed"  # noqa: PT017
     else:
         assert "ermission denied" in other["bad"]["0"]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("yes | tr -d '\\n'", ValueError),  # without end
+        ("yes [ | tr -d '\\n' | head -c 100000; echo", RecursionError),
+        ("sleep 600 & echo '[1'", ValueError),  # its child has the pipe, and ends not
+    ],
+)
+def test_an_answer_of_a_process_that_another_user_may_change(
+    text: str, error: type[Exception]
+) -> None:
+    started = WorkerProcess("traceloom.agent.worker", quiet=True)
+    started.kill()
+    started.ended()
+    command = ["bash", "-c", text]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, start_new_session=True
+    ) as started._process:  # type: ignore[assignment]
+        try:
+            with pytest.raises(error):
+                started.read_answer(60.0, 1 << 20)
+        finally:
+            os.killpg(started._process.pid, signal.SIGKILL)
+
+
+def test_a_process_that_says_nothing_is_not_waited_for_even_if_its_pipe_stays_open() -> None:
+    started = WorkerProcess("traceloom.agent.worker", quiet=True)
+    try:
+        assert started.read_answer(0.2, 1 << 20) is None
+    finally:
+        started.kill()
+        started.ended()

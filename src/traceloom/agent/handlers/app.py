@@ -18,7 +18,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
-from traceloom.agent.api import AgentInterface
 from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, Route
 from traceloom.agent.publishers.openmetrics import render_openmetrics
 from traceloom.agent.snapshot import VisibleSnapshot
@@ -35,11 +34,13 @@ from traceloom.server.routing import build_openapi_document
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from traceloom.agent.daemon import Agent
+
 
 class AuthenticationMiddleware:
     """Identifies the caller of each request and applies the rate limit."""
 
-    def __init__(self, app: ASGIApp, agent: AgentInterface) -> None:
+    def __init__(self, app: ASGIApp, agent: Agent) -> None:
         self.app, self.agent = app, agent
         self.rates = RateLimiter(agent.config.access.requests_per_second)
         self.paths = {*(route.path for route in ROUTES), METRICS_PATH, DOCUMENT_PATH}
@@ -76,7 +77,7 @@ class AuthenticationMiddleware:
             )
 
 
-def build_app(agent: AgentInterface) -> ASGIApp:
+def build_app(agent: Agent) -> ASGIApp:
     """Returns the ASGI application of an agent.
 
     The server has to put `identify` into the state of each connection: headers -> Caller.

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from traceloom.agent import api as forms, history
-from traceloom.agent.api import AgentInterface, ValueResponse
+from traceloom.agent.api import ValueResponse
 from traceloom.agent.handlers.traces import build_hangs_answer, build_triggers_answer
 from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.agent.ownership.model import Process
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
+    from traceloom.agent.daemon import Agent
+
 
 RequestForm = TypeVar("RequestForm", bound=msgspec.Struct)
 _MAX_QUERY_POINTS = 500_000  # per response: about 10 MB of JSON
@@ -39,10 +41,10 @@ _MAX_QUERY_POINTS = 500_000  # per response: about 10 MB of JSON
 class AgentRequest:
     """A request with its caller, the snapshot visible to the caller, and the agent."""
 
-    def __init__(self, agent: AgentInterface, request: Request) -> None:
+    def __init__(self, agent: Agent, request: Request) -> None:
         self.agent, self.request = agent, request
         self.peer: Caller = request.state.peer
-        self.view = VisibleSnapshot(agent.host_snapshot, self.peer)
+        self.view: VisibleSnapshot = VisibleSnapshot(agent.host_snapshot, self.peer)
 
     async def body(self, form_type: type[RequestForm]) -> RequestForm:
         """Returns the decoded body.
