@@ -164,9 +164,8 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
         # mean is at least that of so many independent steps: blocks of few steps miss the rest.
         independent = count_independent_steps(steps)
         least = math.sqrt(float(steps.var(ddof=1)) / (independent - 1))
-        mean_draws = _draw_step_values(generator, steps, get_statistic("mean"))
-        deviation = max(float(mean_draws.std()), 1e-300)
-        scale = max(math.sqrt(blocks / (blocks - 1)), least / deviation)
+        deviation = _draw_step_values(generator, steps, get_statistic("mean")).std()
+        scale = max(math.sqrt(blocks / (blocks - 1)), least / max(float(deviation), 1e-300))
         step_draws = value + (step_draws - value) * scale
         draws.append(step_draws)
         variances.append(float(step_draws.var()))
@@ -178,8 +177,8 @@ def estimate_within_runs(base: Floats, new: Floats, statistic: Statistic) -> Res
     )
     freedom = total**2 / parts if parts > 0 else sum(freedoms)  # Welch and Satterthwaite
     centre = np.array([float(statistic(base)), float(statistic(new))])
-    deviation = math.sqrt((base.var(ddof=1) + new.var(ddof=1)) / 2)
-    return Resampled(draws[0], draws[1], freedom, _compute_effect(centre, deviation))
+    effect = _compute_effect(centre, math.sqrt((base.var(ddof=1) + new.var(ddof=1)) / 2))
+    return Resampled(draws[0], draws[1], freedom, effect)
 
 
 def compute_interval(draws: Floats, value: float, freedom: float) -> tuple[float, float]:

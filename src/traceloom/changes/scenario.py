@@ -210,14 +210,11 @@ class Scenario:
 
     @classmethod
     def of(cls, graph: Graph) -> Scenario:
-        nodes, edges = graph.nodes, graph.edges
-        work = get_column_array(graph, nodes["work_ns"]) + get_column_array(
-            graph, nodes["residual_ns"]
+        work, delay = (
+            get_column_array(graph, frame[own]) + get_column_array(graph, frame["residual_ns"])
+            for frame, own in ((graph.nodes, "work_ns"), (graph.edges, "delay_ns"))
         )
-        delay = get_column_array(graph, edges["delay_ns"]) + get_column_array(
-            graph, edges["residual_ns"]
-        )
-        return cls(graph, work, delay, np.zeros(nodes.height, dtype=np.bool_))
+        return cls(graph, work, delay, np.zeros(graph.nodes.height, dtype=np.bool_))
 
     def copy(self) -> Scenario:
         return replace(self, work_ns=self.work_ns.copy(), delay_ns=self.delay_ns.copy())
@@ -529,8 +526,11 @@ def load_beside(out: Scenario, change: Change, selected: Bools) -> None:
     out.work_ns[first["target"].to_numpy()] = np.rint(
         (first["delay_ns"] - first["rest"]).clip(0).to_numpy()
     )
-    waits = loads.drop_nulls("source").with_columns(pl.col("delay_ns").round().cast(pl.Int64))
-    out.graph, out.delay_ns = add_waits(out.graph, out.delay_ns, waits)
+    out.graph, out.delay_ns = add_waits(
+        out.graph,
+        out.delay_ns,
+        loads.drop_nulls("source").with_columns(pl.col("delay_ns").round().cast(pl.Int64)),
+    )
 
 
 _ACTION_FUNCTIONS: dict[str, Callable[[Scenario, Change, Bools], None]] = {

@@ -120,7 +120,7 @@ def whatif(
     min_difference_ns = round(_MIN_COUNTED_SHARE * before)
     chance_ns = round(_INTERVAL_DEVIATIONS * scenario.chance_ns)
     upper_bound = saved > 0 and may_lack_batches(graph, times, min_difference_ns)
-    spans = (
+    ranks = (
         graph.nodes.select(
             "rank",
             start=pl.Series(measured[0::2]),
@@ -134,9 +134,8 @@ def whatif(
             after_ns=pl.col("new_end").max() - pl.col("start").min(),
         )
         .sort("rank")
-    )
-    ranks = spans.with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns")).pipe(
-        cast_to_schema, RANKS
+        .with_columns(saved_ns=pl.col("before_ns") - pl.col("after_ns"))
+        .pipe(cast_to_schema, RANKS)
     )
     return WhatIf(
         changes=tuple(str(change) for change in parsed),
@@ -314,5 +313,9 @@ def sweep(
         (float(f), t, before - t, (before - t) / max(before, 1))
         for f, t in zip(factors, times, strict=True)
     ]
-    schema = build_schema("factor time_ns saved_ns saved_fraction")
-    return Sweep(template, pl.DataFrame(rows, schema=schema, orient="row"))
+    return Sweep(
+        template,
+        pl.DataFrame(
+            rows, schema=build_schema("factor time_ns saved_ns saved_fraction"), orient="row"
+        ),
+    )
