@@ -180,18 +180,6 @@ def collect_others(columns: NodeColumns, names: Sequence[str], *, ours: bool) ->
 COMMUNICATION_MARKER, TRANSFER_MARKER, HOST_OP_MARKER = "comm_kind", "copy_kind", "host_row"
 
 
-def encode_edges(edges: pl.DataFrame) -> pl.Series:
-    """Returns kind, evidence and ends of each edge as one number: kind * 16 + evidence * 4 +
-    from_end * 2 + to_end.
-    """
-    return edges.select(
-        pl.col("kind").to_physical().cast(pl.Int64) * 16
-        + pl.col("evidence").to_physical().cast(pl.Int64) * 4
-        + pl.col("from_end").cast(pl.Int64) * 2
-        + pl.col("to_end").cast(pl.Int64)
-    ).to_series()
-
-
 _DAMAGE = (
     LookupError,
     TypeError,

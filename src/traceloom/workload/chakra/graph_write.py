@@ -93,7 +93,12 @@ class GraphWriter:
         source, target = (
             graph.edges[name].to_numpy().astype(np.int64) for name in ("source", "target")
         )
-        code = layout.encode_edges(graph.edges).to_numpy()
+        code = graph.edges.select(
+            pl.col("kind").to_physical().cast(pl.Int64) * 16
+            + pl.col("evidence").to_physical().cast(pl.Int64) * 4
+            + pl.col("from_end").cast(pl.Int64) * 2
+            + pl.col("to_end").cast(pl.Int64)
+        )["kind"].to_numpy()
         delay, residual = graph.edges["delay_ns"].to_numpy(), graph.edges["residual_ns"].to_numpy()
         enters_written, out = self._written[target], self._written[source] & ~self._written[target]
         lists = []

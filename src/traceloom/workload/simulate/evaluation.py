@@ -225,12 +225,3 @@ def _has_overlaps(lanes: Ints, times: Ints) -> bool:
     order = np.lexsort((end, start, lane))
     start, end, lane = start[order], end[order], lane[order]
     return bool(((lane[1:] == lane[:-1]) & (start[1:] < end[:-1])).any())
-
-
-def replace_measured_times(graph: Graph, operations: Operations, *, serial: bool) -> Graph:
-    """Returns the graph with measured times replaced by those that follow from its works and
-    delays.
-    """
-    result = evaluate_on_network(graph, operations, serial=serial).graph
-    start, duration = result.nodes["start_ns"], result.nodes["duration_ns"]
-    return replace(graph, nodes=graph.nodes.with_columns(start, duration))

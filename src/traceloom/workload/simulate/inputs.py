@@ -21,7 +21,7 @@ from traceloom.trace.session import Session
 from traceloom.workload.chakra.check_files import Arcs, sort_topologically
 from traceloom.workload.chakra.convert import ConversionInput, is_chakra
 from traceloom.workload.chakra.graph_read import list_groups
-from traceloom.workload.simulate.evaluation import replace_measured_times
+from traceloom.workload.simulate.evaluation import evaluate_on_network
 from traceloom.workload.simulate.transfers import find_operations
 
 SIDES = ("communication", "compute")
@@ -365,5 +365,8 @@ def open_input(
     if only is not None:
         graph, measured = separate_side(graph, only), False
     if not measured:
-        graph = replace_measured_times(graph, find_operations(graph), serial=serial)
+        # The times follow from the works and delays.
+        evaluated = evaluate_on_network(graph, find_operations(graph), serial=serial).graph.nodes
+        times = evaluated["start_ns"], evaluated["duration_ns"]
+        graph = replace(graph, nodes=graph.nodes.with_columns(times))
     return SimulationInput(graph, name, measured, serial, session, only)

@@ -404,7 +404,7 @@ class AstraEngine:
         else:
             self._begin_chunks(rank, meeting, position)
             meeting.order.append(position)
-            if self._may_rotate(meeting):
+            if meeting.came == len(self.ranks):
                 self._rotate(meeting)
 
     def _is_whole(self, meeting: Meeting) -> bool:
@@ -477,32 +477,28 @@ class AstraEngine:
             )
             stream.proceed()
 
-    def _may_rotate(self, meeting: Meeting) -> bool:
-        """Returns whether one rank stands for all: they have just begun, one after the other, no
-        message is in flight, and each link serves one message after the other.
-        """
-        count = len(self.ranks)
-        if self._queued is None or not self._rotates or meeting.came < count:
-            return False
-        ((phase,), *_) = meeting.chunks
-        first, order = meeting.order[0], range(count)
-        return (
-            set(meeting.begin_ns) == {self.clock.now}
-            and meeting.order == [*order[first:], *order[:first]]
-            and not self._queued.in_flight
-            and min(phase.delay_ns, self.fabric.latencies[0]) >= 1
-            and is_rotation(phase.schedule)
-        )
-
     def _rotate(self, meeting: Meeting) -> None:
-        """Computes a collective from one rank, and takes its messages back."""
-        assert self._queued is not None
+        """Computes a collective from one rank, and takes its messages back, if that stands for all:
+        they have just begun, one after the other, and no message is in flight.
+        """
+        first, order = meeting.order[0], range(len(self.ranks))
+        phase = meeting.chunks[0][0]
+        if (
+            self._queued is None
+            or not self._rotates
+            or set(meeting.begin_ns) != {self.clock.now}
+            or meeting.order != [*order[first:], *order[:first]]
+            or self._queued.in_flight
+            or min(phase.delay_ns, self.fabric.latencies[0]) < 1
+            or not is_rotation(phase.schedule)
+        ):
+            return
         for rank in self.ranks:
-            rank.queues.drop()
+            rank.queues.drop((meeting.name, meeting.turn))
         took, turned, usage = simulate_synchronous(self.fabric, meeting.chunks, self._memory_rate)
         self._queued.add(usage)
-        first = (meeting.order[0] + turned) % len(self.ranks)
-        self._end_at(meeting, np.full(len(self.ranks), self.clock.now + took), first)
+        ends = np.full(len(self.ranks), self.clock.now + took)
+        self._end_at(meeting, ends, (first + turned) % len(self.ranks))
 
     def _meet(self, meeting: Meeting) -> None:
         """Computes all chunks of a collective whose ranks have all started, one after the other."""

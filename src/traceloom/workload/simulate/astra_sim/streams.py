@@ -175,13 +175,15 @@ class RankQueues:
             event(payload)
         del self._events[now]
 
-    def drop(self) -> None:
-        """Forgets all chunks, none of which has sent a message yet."""
-        for streams in self.waiting.values():
+    def drop(self, tag: Any) -> None:
+        """Forgets the chunks of a collective, none of which has sent a message yet."""
+        for dimension, streams in self.waiting.items():
+            kept = []
             for stream in streams:
-                stream.dropped = True
-        self.waiting.clear()
-        self.running.clear()
+                stream.dropped = stream.tag[:-1] == tag
+                kept += [] if stream.dropped else [stream]
+            self.waiting[dimension] = kept
+            self.running[dimension] = min(self.running[dimension], len(kept))
 
     def fill(self, dimension: int) -> None:
         """Starts chunks up to the limit in flight."""
@@ -215,7 +217,7 @@ class CollectiveStream:
         memory_rate: float,
         done: Callable[[], None],
     ) -> None:
-        self._queues, self._mailbox, self._tag, self._group = queues, mailbox, tag, group
+        self._queues, self._mailbox, self.tag, self._group = queues, mailbox, tag, group
         self._phases, self._rate, self._done = deque(phases), memory_rate, done
         self._phase: CollectivePhase | None = None
         self._steps: list[Step] = []
@@ -294,10 +296,10 @@ class CollectiveStream:
 
     def _send(self, position: int, size: int) -> None:
         rank, peer = self._queues.rank, self._ranks[position]
-        self._mailbox.send((self._tag, rank, peer, size), rank, peer, size)
+        self._mailbox.send((self.tag, rank, peer, size), rank, peer, size)
 
     def _receive(self, position: int, size: int, reduced: int) -> None:
-        key = (self._tag, self._ranks[position], self._queues.rank, size)
+        key = (self.tag, self._ranks[position], self._queues.rank, size)
         self._mailbox.receive(key, lambda: self._take(reduced))
 
     def _take(self, reduced: int) -> None:
