@@ -413,7 +413,11 @@ class Clock:
             if not self._times:
                 break
             if not number % _TIMES_PER_CHECK:
-                require_memory(MIN_FREE_BYTES, "so many messages under way need", _SMALLER)
+                require_memory(
+                    MIN_FREE_BYTES,
+                    "so many messages under way need",
+                    "simulate fewer ranks, smaller collectives, or with preferred-dataset-splits 1",
+                )
             self.now = time = self._times[0]
             for event, payload in self._events[
                 time
@@ -425,7 +429,6 @@ class Clock:
 
 _TIMES_PER_CHECK = 1 << 12
 _MAX_SIZES = 64  # arrays of sizes whose times are kept
-_SMALLER = "simulate fewer ranks, smaller collectives, or with preferred-dataset-splits 1"
 
 
 Arrive = Callable[[Any], None]

@@ -121,10 +121,8 @@ class Mailbox:
             if arrived > 1:
                 self._arrived[key] = arrived - 1
             self._clock.at(self._clock.now, lambda _: received(), None)
-        elif key in self._awaited:
-            self._awaited[key].append(received)
         else:
-            self._awaited[key] = [received]
+            self._awaited.setdefault(key, []).append(received)
 
     def _arrive(self, message: tuple[Any, Callable[[], None] | None]) -> None:
         key, sent = message
@@ -134,10 +132,9 @@ class Mailbox:
         if awaited is None:
             self._arrived[key] = self._arrived.get(key, 0) + 1
             return
-        received, *later = awaited
-        if later:
-            self._awaited[key] = later
-        received()
+        if len(awaited) > 1:
+            self._awaited[key] = awaited[1:]
+        awaited[0]()
 
 
 @dataclass(slots=True)
@@ -178,11 +175,9 @@ class RankQueues:
     def drop(self, tag: Any) -> None:
         """Forgets the chunks of a collective, none of which has sent a message yet."""
         for dimension, streams in self.waiting.items():
-            kept = []
             for stream in streams:
                 stream.dropped = stream.tag[:-1] == tag
-                kept += [] if stream.dropped else [stream]
-            self.waiting[dimension] = kept
+            kept = self.waiting[dimension] = [stream for stream in streams if not stream.dropped]
             self.running[dimension] = min(self.running[dimension], len(kept))
 
     def fill(self, dimension: int) -> None:
