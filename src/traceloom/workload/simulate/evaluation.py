@@ -93,20 +93,6 @@ def build_plan(graph: Graph) -> Plan:
         raise make_deadlock_error(graph) from error
 
 
-def find_serial_lanes(graph: Graph) -> Ints:
-    """Returns the lane of each node on lanes that run one node at a time, -1 for all others; shape
-    (nodes,).
-
-    Used for files that do not state in which order the device runs its work: ready nodes run first
-    come, first served.
-    """
-    device = np.isin(
-        get_column_array(graph, graph.nodes["kind"]),
-        [graph_schema.NODE_KINDS.index(name) for name in _SERIAL],
-    )
-    return np.where(device, graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy(), -1)
-
-
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """The evaluated run of a workload.
@@ -162,7 +148,10 @@ def evaluate_on_network(
         scenario.delay_ns[operations.edge[edges]] = time_ns[operations.operation_of_edge[edges]]
         waiting = get_column_array(graph, graph.edges["target"])[operations.edge[edges]]
         scenario.work_ns[waiting] = 0
-    lanes = find_serial_lanes(graph) if serial else np.full(graph.nodes.height, -1, dtype=np.int64)
+    lanes = np.full(graph.nodes.height, -1, dtype=np.int64)  # of nodes that run one at a time
+    if serial:
+        device = graph.nodes["kind"].cast(pl.String).is_in(_SERIAL).to_numpy()
+        lanes[device] = graph.nodes["lane"].cast(pl.Int64).fill_null(-1).to_numpy()[device]
     times = scenario.times(plan)
     evaluated = SimulatedTimes(times, np.zeros(bundles.count))
     meeting_times = times[2 * operations.table["meeting"].to_numpy().astype(np.int64)]

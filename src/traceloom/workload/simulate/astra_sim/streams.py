@@ -551,14 +551,8 @@ def simulate_synchronous(
             source, target, size, arrive, ((tag, (source - target) % ranks, source, size), sent)
         )
 
-    remaining = [len(chunks)]
     queues = RankQueues(0, clock, 1)
     mailbox = Mailbox(clock, transmit)
-
-    def done() -> None:
-        remaining[0] -= 1
-        if not remaining[0]:
-            remaining.extend((clock.now, clock.first % ranks))
 
     for number, chunk_phases in enumerate(chunks):
         phases = [
@@ -566,12 +560,18 @@ def simulate_synchronous(
             for phase in chunk_phases
         ]
         CollectiveStream(
-            queues, mailbox, number, tuple(range(ranks)), phases, memory_rate=memory_rate, done=done
+            queues,
+            mailbox,
+            number,
+            tuple(range(ranks)),
+            phases,
+            memory_rate=memory_rate,
+            done=lambda: None,
         ).proceed()
-    clock.run()
+    clock.run()  # the last event ends the last chunk
     usage = {
         ((a + shift) % ranks if a < ranks else a, (b + shift) % ranks if b < ranks else b): values
         for (a, b), values in links.usage.items()
         for shift in range(ranks)
     }
-    return remaining[1], remaining[2], usage
+    return clock.now, clock.first % ranks, usage
