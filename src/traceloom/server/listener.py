@@ -14,10 +14,12 @@ import errno
 import fcntl
 import functools
 import ipaddress
+import math
 import os
 import socket
 import ssl
 import stat
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -149,6 +151,8 @@ class TimeoutHttpProtocol(H11Protocol):
             self.door.connections.enter(peer)
         except HttpError as refusal:
             self.refuse(refusal)
+        except OSError:  # it has gone already
+            transport.abort()
         else:
             self.peer = peer
             self.app_state = {"identify": self.door.identify(transport, peer)}
@@ -245,6 +249,60 @@ class TimeoutHttpProtocol(H11Protocol):
         self.transport.close()
 
 
+class CountedTls(SSLProtocol):
+    """A TLS connection that is counted before its handshake: memory for it is taken at once, and a
+    client need not send anything.
+    """
+
+    def __init__(
+        self, sockets: ConnectionLimiter, app: TimeoutHttpProtocol, tls: ssl.SSLContext
+    ) -> None:
+        super().__init__(
+            app.loop,
+            app,
+            tls,
+            None,  # type: ignore[arg-type]  # nobody waits for it
+            server_side=True,
+            ssl_handshake_timeout=math.ceil(app.door.seconds),
+        )
+        self.sockets, self.door = sockets, app.door
+        self.peer: Caller | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin the handshake, unless there are too many connections."""
+        try:
+            peer = self.door.peer(transport)
+            self.sockets.enter(peer)
+        except (HttpError, OSError):
+            transport.close()
+        else:
+            self.peer = peer
+            super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self.peer is not None:
+            self.sockets.leave(self.peer)
+        super().connection_lost(exc)
+
+
+async def listen(
+    door: Listener, config: UvicornConfig, state: ServerState, tls: ssl.SSLContext | None, at: str
+) -> asyncio.Server:
+    """Listen on an address (`HOST:PORT`).
+
+    Raises:
+        OSError: It is not available.
+    """
+    host, port = host_and_port(at)
+    sockets = ConnectionLimiter(Access(connections=door.connections.max_connections))
+
+    def connect() -> asyncio.BaseProtocol:
+        app = TimeoutHttpProtocol(door, config=config, server_state=state, app_state={})
+        return app if tls is None else CountedTls(sockets, app, tls)
+
+    return await asyncio.get_running_loop().create_server(connect, host, port, backlog=_BACKLOG)
+
+
 class OpenListeners:
     """The open listeners of an agent."""
 
@@ -281,30 +339,23 @@ async def serve(app: ASGIApp, tcp: Tcp, access: Access, path: Path) -> OpenListe
     state = build_server_state(tls)
     connections = ConnectionLimiter(access)
     uvicorn_config = build_uvicorn_config(app, access.seconds)
-
-    def connection(door: AgentListener) -> Callable[[], TimeoutHttpProtocol]:
-        return lambda: TimeoutHttpProtocol(
-            door, config=uvicorn_config, server_state=state, app_state={}
-        )
-
     listener, lock = bind_unix_socket(path)
     listeners = OpenListeners(state, path, lock)
     loop = asyncio.get_running_loop()
     unix_listener = AgentListener(tcp, access, connections, loopback=None)
     listeners.servers.append(
-        await loop.create_unix_server(connection(unix_listener), sock=listener, backlog=_BACKLOG)
+        await loop.create_unix_server(
+            lambda: TimeoutHttpProtocol(
+                unix_listener, config=uvicorn_config, server_state=state, app_state={}
+            ),
+            sock=listener,
+            backlog=_BACKLOG,
+        )
     )
     if tcp.address:
-        host, port = host_and_port(tcp.address)
+        tcp_listener = AgentListener(tcp, access, connections, loopback=loopback)
         try:
-            server = await loop.create_server(
-                connection(AgentListener(tcp, access, connections, loopback=loopback)),
-                host,
-                port,
-                ssl=tls,
-                backlog=_BACKLOG,
-                ssl_handshake_timeout=access.seconds if tls else None,
-            )
+            server = await listen(tcp_listener, uvicorn_config, state, tls, tcp.address)
         except OSError as error:
             await listeners.close()
             raise _make_socket_error(tcp.address, error) from error

@@ -96,7 +96,7 @@ def build_exception_handlers(
 
     def no_route(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        path = request.url.path
+        path = request.scope["path"]
         if error.status_code == 405:
             return build_error_response(
                 HttpError(405, f"{path} does not take {request.method}", slug="wrong-method")

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from support.agent_server import Reply, SmallAgent, ask, connect, listening
+from support.waiting import until
 from traceloom.agent.config import Config
 from traceloom.errors import InputError, OutputError
 from traceloom.server.listener import bind_unix_socket, build_tls_context
@@ -348,6 +349,37 @@ def test_a_client_that_never_shakes_hands(certificate: Certificates, tmp_path: P
                 == 200
             )
             assert silent.recv(1) == b""
+
+
+def test_connections_are_counted_before_they_shake_hands(
+    certificate: Certificates, tmp_path: Path
+) -> None:
+    """Each costs memory from its beginning: who sends nothing has no more of them than others."""
+    path, key = certificate("many", "many")
+    config = Config(
+        tcp=Tcp(address="127.0.0.1:0", certificate=path, key=key, tokens=(TOKEN,)),
+        access=Access(connections=16, seconds=600),
+    )
+    with (
+        listening(SmallAgent(config), tmp_path) as listeners,
+        contextlib.ExitStack() as silent,
+    ):
+        assert listeners.tcp_address is not None
+        held = [silent.enter_context(connect(listeners.tcp_address)) for _ in range(8)]
+        refused = silent.enter_context(connect(listeners.tcp_address))
+        refused.settimeout(PATIENCE_S)
+        assert refused.recv(1) == b""
+        for connection in held:
+            connection.close()
+
+        def ask() -> int:
+            with contextlib.suppress(OSError):  # until the agent has seen that they are gone
+                return _ask_over_tls(
+                    listeners.tcp_address, path, Authorization="Bearer secret"
+                ).status
+            return 0
+
+        until(lambda: ask() == 200)
 
 
 def test_a_socket_that_can_be_seen_takes_connections(tmp_path: Path) -> None:

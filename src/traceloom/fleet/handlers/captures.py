@@ -74,13 +74,13 @@ class FleetRequestContext:
         self.service, self.request = service, request
         self.token: TokenRecord = request.state.token
 
-    async def body(self, kind: type[T] | Callable[[bytes], T]) -> T:
+    async def body(self, kind: type[T] | Callable[[bytes], T], max_bytes: int = BODY_BYTES) -> T:
         """Decodes the body of the request.
 
         Raises:
             HttpError: `too-large`, `wrong-request`, `too-slow`.
         """
-        return await decode_body(self.request, kind, BODY_BYTES, "send less at once")
+        return await decode_body(self.request, kind, max_bytes, "send less at once")
 
     def parameters(self, kind: type[Form]) -> Form:
         """Decodes the query string.
@@ -341,33 +341,41 @@ async def _announce(context: FleetRequestContext) -> forms.AnnounceResponse:
         return forms.AnnounceResponse(id=capture.id, complete=True, uploads=[])
 
     def missing() -> list[forms.UploadTarget]:
-        objects, targets = context.service.objects, []
-        for file in capture.files:
-            if _find_upload(objects, capture, file) is None:
-                url = (
-                    objects.upload_url(_get_incoming_name(capture, file), _UPLOAD_TIMEOUT_S)
-                    or f"/api/v1/captures/{capture.id}/files/{file.name}"
-                )
-                targets.append(forms.UploadTarget(name=file.name, url=url))
-        return targets
+        objects, incoming = context.service.objects, _get_incoming(capture)
+        arrived = _find_uploads(objects, capture)
+        return [
+            forms.UploadTarget(
+                name=file.name,
+                url=objects.upload_url(f"{incoming}/{file.name}", _UPLOAD_TIMEOUT_S)
+                or f"/api/v1/captures/{capture.id}/files/{file.name}",
+            )
+            for file in capture.files
+            if file.name not in arrived
+        ]
 
-    uploads = await asyncio.to_thread(missing)
+    async with context.service.upload_slots:
+        uploads = await asyncio.to_thread(missing)
     await context.note(capture=capture.id)
     return forms.AnnounceResponse(id=capture.id, complete=False, uploads=uploads)
 
 
-def _get_incoming_name(capture: CaptureRecord, file: CaptureFile) -> str:
-    return f"incoming/{capture.day}/{capture.id}/{file.name}"
+def _get_incoming(capture: CaptureRecord) -> str:
+    return f"incoming/{capture.day}/{capture.id}"
 
 
-def _find_upload(objects: ObjectStore, capture: CaptureRecord, file: CaptureFile) -> str | None:
-    """Returns the name of a file that has arrived: that in the capture, or in an object store that to
-    which it was sent; None if it has not.
+def _find_uploads(objects: ObjectStore, capture: CaptureRecord) -> dict[str, str]:
+    """Returns the files that have arrived, and the object of each: that in the capture, or in an
+    object store that to which it was sent.
     """
-    names = [f"{get_capture_directory(capture)}/{file.name}"]
-    if objects.directory is None:
-        names.append(_get_incoming_name(capture, file))
-    return next((name for name in names if objects.size(name) == file.size), None)
+    found: dict[str, str] = {}
+    for prefix in (_get_incoming(capture), get_capture_directory(capture)):
+        sizes = objects.sizes(prefix)
+        found |= {
+            file.name: f"{prefix}/{file.name}"
+            for file in capture.files
+            if sizes.get(f"{prefix}/{file.name}") == file.size
+        }
+    return found
 
 
 async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
@@ -382,12 +390,6 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
             slug="not-taken",
             hint="announce it again",
         )
-    too_long = HttpError(
-        413, f"the file is longer than the {file.size:,} bytes announced", slug="too-large"
-    )
-    declared = context.request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > file.size:
-        raise too_long
     digest, size, waiting = hashlib.sha256(), 0, bytearray()
     async with _enter_in_thread(
         objects.writing(f"{get_capture_directory(capture)}/{file.name}")
@@ -396,7 +398,11 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
             async for chunk in context.request.stream():
                 size += len(chunk)
                 if size > file.size:
-                    raise too_long
+                    raise HttpError(
+                        413,
+                        f"the file is longer than the {file.size:,} bytes announced",
+                        slug="too-large",
+                    )
                 digest.update(chunk)
                 waiting += chunk
                 if len(waiting) >= _WRITE_BYTES:
@@ -418,19 +424,21 @@ async def _receive_file(context: FleetRequestContext) -> forms.FileResponse:
 async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
     capture = await context.own_capture()
     service = context.service
+    if capture.job and not capture.complete:  # whose it is may be known since it was announced
+        await check_own_job(context, capture.job)
 
     def finish() -> list[str]:
         if capture.complete:
             return []
-        wrong = []
+        wrong, arrived = [], _find_uploads(service.objects, capture)
         for file in capture.files:
             name = f"{get_capture_directory(capture)}/{file.name}"
-            sent = _find_upload(service.objects, capture, file)
+            sent = arrived.get(file.name)
             if sent not in {None, name}:  # a signed URL could still change what was accepted
-                service.objects.copy(_get_incoming_name(capture, file), name)
+                incoming = f"{_get_incoming(capture)}/{file.name}"
+                service.objects.copy(incoming, name)
+                service.objects.delete(incoming)
                 sent = name if service.objects.size(name) == file.size else None
-            if service.objects.directory is None:
-                service.objects.delete(_get_incoming_name(capture, file))
             if sent is None:
                 service.objects.delete(name)
                 wrong.append(file.name)
@@ -438,7 +446,8 @@ async def _complete(context: FleetRequestContext) -> forms.CaptureResponse:
             service.pipeline.accept(capture)
         return wrong
 
-    wrong = await asyncio.to_thread(finish)
+    async with service.upload_slots:
+        wrong = await asyncio.to_thread(finish)
     if wrong:
         raise HttpError(
             409,
@@ -537,28 +546,52 @@ async def _send_rendered(
     context: FleetRequestContext,
 ) -> Response:
     """Sends a page of a capture, rendered on first access; with an `ending`, as a download."""
-    capture = await context.capture()
-    service = context.service
-    tasks = await asyncio.to_thread(service.state.tasks, capture.id)
+    capture = await _find_analysed(context, context.request.path_params["id"])
+    download = (
+        {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
+    )
+    render = partial(context.service.pipeline.rendered, capture, task)
+    return await _send_page(context.service, render, media_type, download)
+
+
+async def _find_analysed(context: FleetRequestContext, name: str) -> CaptureRecord:
+    """Returns a capture that is analysed.
+
+    Raises:
+        HttpError: `no-such-capture`, `not-analysed`.
+    """
+    state = context.service.state
+    capture = await asyncio.to_thread(state.capture, name)
+    if capture is None:
+        raise HttpError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
+    tasks = await asyncio.to_thread(state.tasks, name)
     if not any(task.state in {"analysed", "committed"} for task in tasks):
         error = tasks[-1].error if tasks else "its files are not all there"
         raise HttpError(
             409,
-            "the capture is not analysed" + (f": {error}" if error else ""),
+            f"the capture `{name}` is not analysed" + (f": {error}" if error else ""),
             slug="not-analysed",
         )
+    return capture
+
+
+async def _send_page(
+    service: FleetService, render: Callable[[], str], media_type: str, headers: dict[str, str]
+) -> Response:
+    """Sends a page, which `render` makes unless it is there, and which strangers may have made.
+
+    Raises:
+        HttpError: `not-rendered`.
+    """
     async with service.render_lock:
         try:
-            name = await asyncio.to_thread(service.pipeline.rendered, capture, task)
+            name = await asyncio.to_thread(render)
         except TaskError as error:
             raise HttpError(
-                503, f"the report cannot be rendered: {hide_paths(str(error))}", slug="not-rendered"
+                503, f"it cannot be rendered: {hide_paths(str(error))}", slug="not-rendered"
             ) from error
-    download = (
-        {"Content-Disposition": f'attachment; filename="{capture.id}{ending}"'} if ending else {}
-    )
     return StreamingResponse(
-        service.objects.chunks(name), headers=download | PAGE_HEADERS, media_type=media_type
+        service.objects.chunks(name), headers=headers | PAGE_HEADERS, media_type=media_type
     )
 
 
@@ -744,26 +777,10 @@ FLEET_ROUTES = (
 
 
 async def _compare_captures(context: FleetRequestContext) -> Response:
-    service = context.service
-    pair: list[CaptureRecord] = []
-    for name in (context.request.path_params["base"], context.request.path_params["id"]):
-        capture = await asyncio.to_thread(service.state.capture, name)
-        if capture is None:
-            raise HttpError(404, f"there is no capture `{name[:80]}`", slug="no-such-capture")
-        tasks = await asyncio.to_thread(service.state.tasks, name)
-        if not any(task.state in {"analysed", "committed"} for task in tasks):
-            raise HttpError(409, f"the capture `{name[:80]}` is not analysed", slug="not-analysed")
-        pair.append(capture)
-    async with service.render_lock:
-        try:
-            page = await asyncio.to_thread(service.pipeline.comparison, *pair)
-        except TaskError as error:
-            raise HttpError(
-                503, f"they cannot be compared: {hide_paths(str(error))}", slug="not-rendered"
-            ) from error
-    return StreamingResponse(
-        service.objects.chunks(page), headers=PAGE_HEADERS, media_type="text/html"
-    )
+    names = context.request.path_params
+    base, new = [await _find_analysed(context, names[side]) for side in ("base", "id")]
+    render = partial(context.service.pipeline.comparison, base, new)
+    return await _send_page(context.service, render, "text/html", {})
 
 
 COMPARE_ROUTES = (

@@ -275,7 +275,6 @@ def build_job_answer(job: str, members: Sequence[tuple[str, HostProcess]]) -> Fl
 async def _submit_request(context: FleetRequestContext) -> FleetRequestResponse:
     body = await context.body(RequestBody)
     registry = context.hosts()
-    context.hosts()
     await check_own_job(context, body.spec.job)
     request = await registry.submit(
         body.spec,
@@ -394,6 +393,7 @@ REQUEST_ROUTES = (
 )
 
 AGENTS_PATH = "/api/v1/agents/"
+_ENROLMENT_BYTES = 64 << 10  # of somebody of whom nothing is known yet
 
 
 class WorkParameters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -425,7 +425,7 @@ def _check_host(context: FleetRequestContext, registry: HostRegistry, host: str)
 
 
 async def _enrol(context: FleetRequestContext) -> HostCredentials:
-    return await context.hosts().enrol(await context.body(Enrolment))
+    return await context.hosts().enrol(await context.body(Enrolment, _ENROLMENT_BYTES))
 
 
 async def _receive_heartbeat(
@@ -499,7 +499,7 @@ HOST_ROUTES = (
         method="POST",
         body=Enrolment,
         role=None,
-        refuses=(400, 409, 503),
+        refuses=(400, 409, 413, 503),
     ),
     FleetRoute(
         path=f"{AGENTS_PATH}{{host}}/heartbeat",

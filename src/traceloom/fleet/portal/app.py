@@ -31,7 +31,13 @@ from traceloom.fleet.portal.pages import admin, capture, captures, job, overview
 from traceloom.fleet.portal.question_pages import QUESTION_PAGES
 from traceloom.fleet.portal.tables import PageTable
 from traceloom.fleet.questions.answering import AnswerPendingError
-from traceloom.fleet.service.app import build_fleet_app, check_role, convert_to_unavailable
+from traceloom.fleet.service.app import (
+    ANONYMOUS_TOKEN,
+    RETRY_HINT,
+    build_fleet_app,
+    check_role,
+    convert_to_unavailable,
+)
 from traceloom.fleet.store.captures import Role, ServiceState, TokenRecord
 from traceloom.server.access import RateLimiter
 from traceloom.server.problem import HttpError
@@ -62,7 +68,7 @@ PAGES: tuple[Page[Any], ...] = (
 
 SESSION_S = 12 * 3600.0
 _TRIES_PER_S = 0.5  # sign-in attempts of an address after the initial burst
-_RETRY_HINT = "come again later"
+_SIGN_INS_PER_S = 10.0  # with a token: each is kept
 _HEADER_NAME = re.compile(r"[A-Za-z0-9-]{1,100}")
 
 
@@ -109,8 +115,9 @@ class SessionAuthentication:
 
     def __init__(self, state: ServiceState, proxy: ProxyUsers | None) -> None:
         self.state, self.proxy = state, proxy
-        self.tries = RateLimiter(_TRIES_PER_S, hint=_RETRY_HINT)
+        self.tries = RateLimiter(_TRIES_PER_S, hint=RETRY_HINT)
         self.tries.burst = 20.0
+        self.sign_ins = RateLimiter(_SIGN_INS_PER_S, hint=RETRY_HINT)
 
     async def reader(self, request: Request) -> TokenRecord | None:
         """Returns the reader's token; None if nobody is signed in, or the session has ended."""
@@ -129,12 +136,10 @@ class SessionAuthentication:
         token = await asyncio.to_thread(self.state.token, token_text)
         if token is None:  # who has one is not kept out by who guesses at the same address
             self.tries.take(name_client(request.scope))
-        actor = "" if token is None else token.name
-        await asyncio.to_thread(
-            self.state.note, actor, "POST /sign-in", "unknown-token" if token is None else "done"
-        )
-        if token is None:
+            await asyncio.to_thread(self.state.note, "", "POST /sign-in", "unknown-token")
             raise HttpError(401, "this token does not open anything", slug="unknown-token")
+        self.sign_ins.take(token.name)
+        await asyncio.to_thread(self.state.note, token.name, "POST /sign-in", "done")
         return await asyncio.to_thread(self.state.open_session, token_text, SESSION_S)
 
     async def sign_out(self, request: Request) -> None:
@@ -189,6 +194,11 @@ def check_csrf(request: Request) -> None:
         )
 
 
+def _get_url(request: Request) -> PageUrl:
+    # Not `request.url`, of which clients say a part in `Host`.
+    return PageUrl(quote(request.scope["path"]), request.scope["query_string"].decode("latin-1"))
+
+
 def _get_cookie_name(request: Request) -> str:
     # Browsers accept this prefix only from this very host, over TLS.
     return "__Host-traceloom" if request.url.scheme == "https" else "traceloom"
@@ -233,7 +243,6 @@ _HEADERS = {
 # Reports and files are untrusted: they may run their own scripts, but are isolated from this
 # service.
 _UNTRUSTED_POLICY = "sandbox allow-scripts allow-downloads; frame-ancestors 'self'"
-_ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
 
 
 class Portal:
@@ -250,7 +259,7 @@ class Portal:
     ) -> None:
         self.service, self.pages = service, pages
         self.readers = SessionAuthentication(service.state, proxy)
-        self.rates = RateLimiter(_PER_SECOND, hint="come again later, or less often")
+        self.rates = RateLimiter(_PER_SECOND, hint=RETRY_HINT)
         self.live = LivePages()
 
     def app(self) -> ASGIApp:
@@ -318,9 +327,10 @@ class Portal:
             secret = await self.readers.sign_in(request, form.get("token", [""])[0].strip())
         except HttpError as error:
             content = layout.build_sign_in_form(next_path, error, expired=False)
-            retry = {"Retry-After": str(error.retry_s)} if error.retry_s else {}
             return HTMLResponse(
-                layout.render_document(title="Sign in", content=content), error.status, retry
+                layout.render_document(title="Sign in", content=content),
+                error.status,
+                {"Retry-After": str(error.retry_s)} if error.retry_s else {},
             )
         response = RedirectResponse(next_path, 303)
         self.readers.set_cookie(request, response, secret)
@@ -371,10 +381,9 @@ class Portal:
             raise HttpError(401, "nobody is signed in", slug="unknown-token")
         self.rates.take(token.name)
         request.state.token = token
-        request.state.what = f"{request.method} {request.url.path}"
+        request.state.what = f"{request.method} {request.scope['path']}"
         form = await read_form(request) if request.method == "POST" else None
-        address = PageUrl(quote(request.url.path), request.url.query)
-        return PageRequest(self.service, token, address, request.path_params, form)
+        return PageRequest(self.service, token, _get_url(request), request.path_params, form)
 
     async def _shown(
         self, page: Page[object], visit: PageRequest, notice: Node = None, status: int = 200
@@ -406,7 +415,7 @@ class Portal:
 
     async def _events(self, page: Page[object], visit: PageRequest, request: Request) -> Response:
         last = request.headers.get("last-event-id", "")
-        everybody = PageRequest(self.service, _ANONYMOUS_TOKEN, visit.address, visit.names)
+        everybody = PageRequest(self.service, ANONYMOUS_TOKEN, visit.address, visit.names)
         key = visit.address.canonical_url
 
         async def look() -> LiveContent:
@@ -417,14 +426,14 @@ class Portal:
             )
             return LiveContent(layout.format_value(head), layout.format_value(parts), content.ended)
 
-        self.live.check_room(key)
+        self.live.check_room(key, visit.token.name)
         if self.service.hosts is None:
             await look()  # hands it on, where it needs the leader
 
         async def may_read() -> bool:
             return await self.readers.reader(request) is not None
 
-        events = send_events(self.live.events(key, look, last), may_read)
+        events = send_events(self.live.events(key, look, last, visit.token.name), may_read)
         return StreamingResponse(events, media_type="text/event-stream")
 
     # Refusals.
@@ -443,9 +452,7 @@ class Portal:
         """Shows why a request is refused, and where possible what to do."""
         assert isinstance(error, HttpError)
         if error.status == 401 and "text/event-stream" not in request.headers.get("accept", ""):
-            return_path = layout.restrict_to_local_path(
-                request.url.path + (f"?{request.url.query}" if request.url.query else "")
-            )
+            return_path = layout.restrict_to_local_path(_get_url(request).changed({}))
             if request.method == "GET" and request.headers.get("sec-fetch-site") == "cross-site":
                 # The cookie (SameSite) is missing if a reader follows a link from another site; a
                 # reload sends it.
@@ -460,7 +467,7 @@ class Portal:
             if error.retry_s
             else {}
         )
-        content, path = layout.build_error_page(error), request.url.path
+        content, path = layout.build_error_page(error), request.scope["path"]
         document = layout.render_document(
             title="Refused", content=content, token=token, pages=self.pages, path=path
         )

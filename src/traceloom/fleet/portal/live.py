@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from traceloom.server.problem import HttpError
 _LOG = logging.getLogger(__name__)
 _POLL_S = 1.0
 _MAX_STREAMS = 256
+_MAX_STREAMS_OF_READER = 64
 NOT_LEADING = 503
 
 
@@ -98,9 +100,14 @@ class LivePages:
     def __init__(self, look_s: float = _POLL_S) -> None:
         self.look_s = look_s
         self.streams: dict[str, LivePage] = {}
+        self.open_by_reader: Counter[str] = Counter()
 
     async def events(
-        self, key: str, poll: Callable[[], Coroutine[object, object, LiveContent]], name: str
+        self,
+        key: str,
+        poll: Callable[[], Coroutine[object, object, LiveContent]],
+        name: str,
+        reader: str = "",
     ) -> AsyncGenerator[bytes, None]:
         """Yields server-sent events: each changed version of the page, the first one other than
         `name`.
@@ -109,11 +116,15 @@ class LivePages:
             key: Page and parameters: readers with the same key share the content.
             poll: Renders the content.
             name: Version that the reader has.
+            reader: Who reads.
         """
+        if self.open_by_reader[reader] >= _MAX_STREAMS_OF_READER:  # others began just now
+            return
         stream = self.streams.get(key)
         if stream is None or stream.gone:
             stream = self.streams[key] = LivePage(poll, self.look_s)
         stream.readers += 1
+        self.open_by_reader[reader] += 1
         try:
             yield b"retry: 1000\n\n"
             while True:
@@ -126,16 +137,19 @@ class LivePages:
                     return
         finally:
             stream.readers -= 1
+            self.open_by_reader -= Counter([reader])
             if not stream.readers:
                 if self.streams.get(key) is stream:
                     del self.streams[key]
                 await stream.close()
 
-    def check_room(self, key: str) -> None:
-        """Checks that another page can be followed.
+    def check_room(self, key: str, reader: str) -> None:
+        """Checks that a reader can follow another page.
 
         Raises:
             HttpError: `busy`.
         """
-        if key not in self.streams and len(self.streams) >= _MAX_STREAMS:
+        if self.open_by_reader[reader] >= _MAX_STREAMS_OF_READER or (
+            key not in self.streams and len(self.streams) >= _MAX_STREAMS
+        ):
             raise HttpError(503, "too many pages are read now", slug="busy", retry_s=10)

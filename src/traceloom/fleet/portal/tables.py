@@ -72,6 +72,9 @@ _CSS_CLASS_BY_STATE = {
 }
 
 
+_FORMULA_SIGNS = frozenset("=+-@\t\r\n＝＋－＠")  # also as wide as a Chinese character
+
+
 @dataclass(frozen=True)
 class PageColumn:
     """A column of a table.
@@ -172,7 +175,7 @@ class PageTable:
         for row in self.chosen(url):
             cells = [row.get(column.key) for column in self.columns]
             writer.writerow(
-                [f"'{c}" if isinstance(c, str) and c[:1] in set("=+-@\t\r") else c for c in cells]
+                [f"'{c}" if isinstance(c, str) and c[:1] in _FORMULA_SIGNS else c for c in cells]
             )
         return out.getvalue()
 

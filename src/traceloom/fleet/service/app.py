@@ -65,8 +65,8 @@ ROUTES = (
     *COMPACTION_ROUTES,
 )
 _PUBLIC_PATHS = {"/healthz", "/readyz"}
-_ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
-_RETRY_HINT = "come again later, or less often"
+ANONYMOUS_TOKEN = TokenRecord(name="", role="viewer", created_ns=0, expires_ns=0, revoked_ns=0)
+RETRY_HINT = "come again later, or less often"
 
 
 class FleetAuthenticationMiddleware:
@@ -74,7 +74,7 @@ class FleetAuthenticationMiddleware:
 
     def __init__(self, app: ASGIApp, service: FleetService) -> None:
         self.app, self.service = app, service
-        self.rates = RateLimiter(service.limits.requests_per_second, hint=_RETRY_HINT)
+        self.rates = RateLimiter(service.limits.requests_per_second, hint=RETRY_HINT)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request and counts it."""
@@ -98,7 +98,7 @@ class FleetAuthenticationMiddleware:
 
     async def _token(self, scope: Scope, headers: Headers) -> TokenRecord:
         if scope["path"] in _PUBLIC_PATHS:  # who watches it is not limited by what others do
-            return _ANONYMOUS_TOKEN
+            return ANONYMOUS_TOKEN
         address = name_client(scope)
         if version_error := other_api_version(scope["path"], "the service"):
             self.rates.take(address)
@@ -106,28 +106,22 @@ class FleetAuthenticationMiddleware:
         # Hosts show their own credential, which their routes check.
         if scope["path"].startswith(AGENTS_PATH):
             host = scope["path"].removeprefix(AGENTS_PATH).partition("/")[0]
-            registry = self.service.hosts
-            is_host = registry is not None and registry.is_host(host, get_bearer(headers))
-            self.rates.take(f"host {host}" if is_host else address)
-            return _ANONYMOUS_TOKEN
+            if registry := self.service.hosts:  # else the service that leads counts it
+                is_host = registry.is_host(host, get_bearer(headers))
+                self.rates.take(f"host {host}" if is_host else address)
+            return ANONYMOUS_TOKEN
         secret = get_bearer(headers)
-        if not secret:
-            self.rates.take(address)
-            raise HttpError(
-                401,
-                "a token is needed",
-                slug="unknown-token",
-                hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
-                "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
-            )
-        token = await asyncio.to_thread(self.service.state.token, secret)
+        token = await asyncio.to_thread(self.service.state.token, secret) if secret else None
         if token is None:
             self.rates.take(address)
             raise HttpError(
                 401,
-                "this token is none of ours, has expired or was revoked",
+                "this token is none of ours, has expired or was revoked"
+                if secret
+                else "a token is needed",
                 slug="unknown-token",
-                hint="`traceloom fleet token add` makes one",
+                hint="commands take it from --token-file or TRACELOOM_TOKEN, programs send "
+                "`Authorization: Bearer TOKEN`; `traceloom fleet token add` makes one",
             )
         self.rates.take(f"token {token.name}")
         return token
@@ -192,7 +186,7 @@ def build_fleet_app(service: FleetService) -> ASGIApp:
         async def respond(request: Request) -> Response:
             request.state.route, request.state.what = (
                 route.path,
-                f"{route.method} {request.url.path}",
+                f"{route.method} {request.scope['path']}",
             )
             answer = await call_route(route, FleetRequestContext(service, request))
             return (

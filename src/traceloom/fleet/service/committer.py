@@ -267,7 +267,7 @@ class TableWriter:
         unknown = [
             name
             for prefix in _list_announcement_prefixes(first)
-            for name in self.objects.names(prefix)
+            for name in self.objects.sizes(prefix)
             if Path(name).stem not in known
         ]
         for name in unknown:

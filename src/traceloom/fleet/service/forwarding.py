@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from traceloom.fleet.service.service import FleetService
 
 _HEADER = b"x-traceloom-handed-on"
-_NOT_FORWARDED = frozenset({b"connection", b"keep-alive", b"transfer-encoding", _HEADER})
+_NOT_SENT = frozenset({b"connection", b"keep-alive", _HEADER})
 _MAX_REPLAYED_BYTES = 4 << 20
 _CONNECT_S = 2.0
 _ANSWER_S = 90.0  # longer than any route waits
@@ -62,7 +62,7 @@ class LeaderForwarding:
         term, _, client = Headers(scope=scope).get(_HEADER.decode(), "").partition(" ")
         if term:
             if hmac.compare_digest(term.encode(), self.service.pipeline.term.encode()):
-                scope["client"] = (client, 0)
+                scope["client"], scope["state"]["identify"] = (client, 0), None
             await self.app(scope, receive, send)
             return
         needed: list[bool] = []
@@ -110,11 +110,13 @@ class LeaderForwarding:
         connection = h11.Connection(h11.CLIENT)
         path, query = scope.get("raw_path") or scope["path"].encode(), scope["query_string"]
         client = (scope["client"] or ("",))[0]
+        has_host = any(name == b"host" for name, _ in scope["headers"])  # HTTP/1.0 need not
         request = h11.Request(
             method=scope["method"],
             target=path + (b"?" + query if query else b""),
             headers=[
-                *((name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED),
+                *(pair for pair in scope["headers"] if pair[0] not in _NOT_SENT),
+                *([] if has_host else [(b"host", address.host.encode())]),
                 (b"connection", b"close"),
                 (_HEADER, f"{term} {client}".encode()),
             ],
@@ -146,7 +148,11 @@ class LeaderForwarding:
                     connection.receive_data(reading.result())
                 elif isinstance(event, h11.Response):
                     has_begun, wait_s = True, None
-                    headers = [pair for pair in event.headers if pair[0] not in _NOT_FORWARDED]
+                    headers = [
+                        pair
+                        for pair in event.headers
+                        if pair[0] not in {*_NOT_SENT, b"transfer-encoding"}
+                    ]
                     start = {"status": event.status_code, "headers": headers}
                     await send({"type": "http.response.start", **start})
                 elif isinstance(event, h11.Data):

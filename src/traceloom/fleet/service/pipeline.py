@@ -230,9 +230,13 @@ class CapturePipeline:
             return False
         with self._writing:
             self._writer.compact(get_utc_day(days * _DAY_NS))
-        for capture in self.state.expire_announcements((days - _ANNOUNCED_DAYS) * _DAY_NS):
+        before_ns = (days - _ANNOUNCED_DAYS) * _DAY_NS
+        for capture in self.state.expire_announcements(before_ns):
             for file in capture.files:
                 self.objects.delete(f"{get_capture_directory(capture)}/{file.name}")
+        for name in self.objects.sizes("incoming"):  # signed addresses outlive what they are for
+            if name.split("/")[1] < get_utc_day(before_ns).isoformat():
+                self.objects.delete(name)
         self.state.put_number(_COMPACTED, days)
         return True
 

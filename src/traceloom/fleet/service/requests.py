@@ -80,6 +80,7 @@ FRESHNESS_NS = 60_000_000_000  # a host that was silent for longer is lost
 MAX_WAIT_S = 30.0
 _MAX_FILE_BYTES = 4 << 30
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_OLDEST_MINUTES = 14 * 1440  # clocks may be off
 _POLL_S = 1.0
 _SAME_NS = 3600 * 10**9  # validity of a request's mark
 _POLLS_PER_JOB_SCAN = 5  # polls of requests between scans of jobs
@@ -291,9 +292,9 @@ class HostRegistry:
             self.refused_rows[host] += len(heartbeat.usage) - len(possible)
             # A minute in the future would count as the host's last, and all earlier ones as
             # outdated.
-            last = compute_last_minute(received_ns)
+            plausible = compute_plausible_minutes(received_ns)
             minutes: dict[int, list[UsageRow]] = {
-                row.minute: [] for row in heartbeat.usage if row.minute <= last
+                row.minute: [] for row in heartbeat.usage if row.minute in plausible
             }
             for row in possible:
                 minutes[row.minute].append(row)
@@ -670,17 +671,22 @@ def select_slowest_and_median(
 
 
 def drop_impossible_rows(rows: Sequence[UsageRow], now_ns: int) -> list[UsageRow]:
-    """Drops minutes in the future, and minutes in which a device has more than 60,000 ms."""
+    """Drops minutes in the future or long ago, and those in which a device has more than 60,000 ms."""
     spent: dict[tuple[int, str], int] = defaultdict(int)
     for row in rows:
         spent[row.minute, row.device] += row.device_ms
-    last = compute_last_minute(now_ns)
-    return [row for row in rows if row.minute <= last and spent[row.minute, row.device] <= 60_000]
+    minutes = compute_plausible_minutes(now_ns)
+    return [
+        row for row in rows if row.minute in minutes and spent[row.minute, row.device] <= 60_000
+    ]
 
 
-def compute_last_minute(now_ns: int) -> int:
-    """Returns the latest minute since 1970 that a host's clock may plausibly show."""
-    return now_ns // 60_000_000_000 + 1
+def compute_plausible_minutes(now_ns: int) -> range:
+    """Returns the minutes since 1970 that a host may tell of: it keeps them for two days, and each
+    day is a file of its own in the tables.
+    """
+    last = now_ns // 60_000_000_000 + 1
+    return range(last - _OLDEST_MINUTES, last + 1)
 
 
 def _has_arrived(directory: Path, file: HostFile) -> bool:

@@ -37,7 +37,7 @@ from traceloom.fleet.store.schema import SCHEMAS
 from traceloom.fleet.store.tables import Tables
 from traceloom.fleet.triggers import FleetTriggerEngine
 from traceloom.server.access import ConnectionLimiter, RefusalCounter, find_tcp_peer
-from traceloom.server.settings import Access, Tcp, host_and_port
+from traceloom.server.settings import Access, Tcp
 from traceloom.system import files
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ _DECLARED_METRICS = (
     FleetMetric(
         "traceloom_fleet_usage_refused_rows",
         "counter",
-        "Rows of hosts that cannot be: beyond the limits, of minutes that have not been, or of devices with more than 60 s in one.",
+        "Rows of hosts that cannot be: beyond the limits, of minutes that have not been or are long past, or of devices with more than 60 s in one.",
         ("host",),
     ),
 )
@@ -271,6 +271,8 @@ class FleetService:
         self.live_queries = LiveQueries(tables)
         self.refusals = RefusalCounter()
         self.render_lock = asyncio.Lock()  # one report at a time
+        # Stores are slow with many files, and threads are few.
+        self.upload_slots = asyncio.Semaphore(2)
         self.hosts: HostRegistry | None = None  # set while this service leads
         self.incoming = incoming_directory
         self._request_completion: RequestCompletion | None = None
@@ -421,14 +423,13 @@ async def serve(
     from traceloom.fleet.service.app import build_fleet_app
     from traceloom.fleet.service.forwarding import LeaderForwarding
     from traceloom.server.listener import (
-        TimeoutHttpProtocol,
         build_server_state,
         build_tls_context,
         build_uvicorn_config,
+        listen,
     )
 
     tls, _ = build_tls_context(tcp, asks=True)
-    host, port = host_and_port(tcp.address)
     forwarding = LeaderForwarding(app or build_fleet_app(service), service, tcp.certificate)
     config = build_uvicorn_config(forwarding, service.limits.seconds)
     connections, listener = build_server_state(tls), FleetListener(service.limits)
@@ -437,16 +438,7 @@ async def serve(
         loop.add_signal_handler(signal_number, stop_event.set)
     async with AsyncExitStack() as stack:
         try:
-            server = await loop.create_server(
-                lambda: TimeoutHttpProtocol(
-                    listener, config=config, server_state=connections, app_state={}
-                ),
-                host,
-                port,
-                ssl=tls,
-                backlog=256,
-                ssl_handshake_timeout=service.limits.seconds if tls else None,
-            )
+            server = await listen(listener, config, connections, tls, tcp.address)
         except OSError as error:
             raise OutputError(
                 f"the service cannot listen there: {(error.strerror or str(error)).lower()}",

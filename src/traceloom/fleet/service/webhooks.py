@@ -34,7 +34,11 @@ _MAX_DELIVERY_AGE_NS = 86_400 * _SECOND_NS
 _REQUEST_TIMEOUT_S = 10.0  # from resolving the name to the first line of the response
 _MAX_LINE_BYTES = 4096
 _POLL_INTERVAL_S = 1.0
-_NAT64_NETWORK = ipaddress.ip_network("64:ff9b::/96")  # reaches all of IPv4, private too
+# Though some versions of Python call them global. Of IPv6 only 2000::/3 is assigned to the public:
+# other prefixes lead to all of IPv4 (NAT64), or nobody says where.
+_NOT_PUBLIC_NETWORKS = tuple(
+    map(ipaddress.ip_network, ("192.0.0.0/24", "::/3", "4000::/2", "8000::/1"))
+)
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -110,7 +114,7 @@ class WebhookAddressPolicy:
             is_public = (
                 ip_address.is_global
                 and not ip_address.is_multicast
-                and ip_address not in _NAT64_NETWORK
+                and not any(ip_address in network for network in _NOT_PUBLIC_NETWORKS)
             )
             if (tls and is_public) or any(
                 ip_address in network for network in self._allowed_networks

@@ -1,7 +1,7 @@
 """Files of the service, in a directory or in an object store (S3, Google Cloud Storage or Azure).
 
 Captures are in `captures/DAY/ID/NAME`, their records in `announced/DAY/ID.json`; what clients send
-to signed URLs of an object store in `incoming/DAY/ID/NAME`, until it is complete and copied; rows
+to signed URLs of an object store in `incoming/DAY/ID/NAME`, until it is complete and copied, or old; rows
 that wait for their commit in `analysed/TASK.zip`, rendered pages in `reports/`. Objects are written
 atomically and never changed afterwards.
 """
@@ -163,19 +163,17 @@ class ObjectStore:
             OutputError: `cannot-write`.
             UsageError: `unsafe-name`.
         """
-        from obstore.exceptions import AlreadyExistsError, BaseError
+        from obstore.exceptions import AlreadyExistsError
 
-        check_object_name(name)
         if self.directory is not None:
             with self.writing(name) as file:
                 file.write(content)
             return not file.existed
-        try:
-            self._store.put(name, content, mode="create", use_multipart=False)
-        except AlreadyExistsError:
-            return False
-        except (BaseError, OSError) as error:
-            raise _build_write_error(self._where(name), error) from error
+        with self._explaining(name, writes=True):
+            try:
+                self._store.put(name, content, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
         return True
 
     def put_file(self, name: str, path: Path) -> None:
@@ -183,18 +181,13 @@ class ObjectStore:
 
         Errors as for `put`.
         """
-        from obstore.exceptions import BaseError
-
-        check_object_name(name)
         if self.directory is not None:
             with path.open("rb") as source, self.writing(name) as file:
                 shutil.copyfileobj(source, file, 1 << 20)
             return
         if self.size(name) is None:
-            try:
+            with self._explaining(name, writes=True):
                 self._store.put(name, path)
-            except (BaseError, OSError) as error:
-                raise _build_write_error(self._where(name), error) from error
 
     @contextmanager
     def writing(self, name: str) -> Iterator[NewFile]:
@@ -254,15 +247,11 @@ class ObjectStore:
 
     def _signed(self, method: Literal["GET", "PUT"], name: str, seconds: int) -> str:
         import obstore
-        from obstore.exceptions import BaseError
         from obstore.store import LocalStore
 
-        check_object_name(name)
         assert not isinstance(self._store, LocalStore), "a directory signs nothing"
-        try:
+        with self._explaining(name):
             return obstore.sign(self._store, method, name, timedelta(seconds=seconds))
-        except (BaseError, OSError, ValueError) as error:
-            raise self._unreadable(name, error) from error
 
     def size(self, name: str) -> int | None:
         """Returns the bytes of an object; None if it does not exist.
@@ -270,14 +259,11 @@ class ObjectStore:
         Raises:
             InputError: `unreadable`.
         """
-        from obstore.exceptions import BaseError
-
-        try:
-            return self._store.head(check_object_name(name))["size"]
-        except FileNotFoundError:
-            return None
-        except (BaseError, OSError) as error:
-            raise self._unreadable(name, error) from error
+        with self._explaining(name):
+            try:
+                return self._store.head(name)["size"]
+            except FileNotFoundError:
+                return None
 
     def chunks(self, name: str) -> Iterator[bytes]:
         """Yields the content of an object in chunks.
@@ -285,15 +271,9 @@ class ObjectStore:
         Raises:
             InputError: `unreadable`: it does not exist, or its store does not respond.
         """
-        from obstore.exceptions import BaseError
-
-        try:
-            for chunk in self._store.get(check_object_name(name)).stream(
-                min_chunk_size=_READ_BYTES
-            ):
+        with self._explaining(name):
+            for chunk in self._store.get(name).stream(min_chunk_size=_READ_BYTES):
                 yield bytes(chunk)
-        except (BaseError, OSError) as error:
-            raise self._unreadable(name, error) from error
 
     def copy(self, name: str, to: str) -> None:
         """Copies an object within an object store, such as one that a signed URL may still change.
@@ -301,12 +281,8 @@ class ObjectStore:
         Raises:
             OutputError: `cannot-write`.
         """
-        from obstore.exceptions import BaseError
-
-        try:
-            self._store.copy(check_object_name(name), check_object_name(to))
-        except (BaseError, OSError) as error:
-            raise _build_write_error(self._where(to), error) from error
+        with self._explaining(to, writes=True):
+            self._store.copy(name, to)
 
     def delete(self, name: str) -> None:
         """Deletes an object if it exists.
@@ -314,37 +290,37 @@ class ObjectStore:
         Raises:
             OutputError: `cannot-write`.
         """
-        from obstore.exceptions import BaseError
+        with self._explaining(name, writes=True), suppress(FileNotFoundError):
+            self._store.delete(name)
 
-        try:
-            self._store.delete(check_object_name(name))
-        except FileNotFoundError:
-            return
-        except (BaseError, OSError) as error:
-            raise _build_write_error(self._where(name), error) from error
-
-    def names(self, prefix: str) -> list[str]:
-        """Returns the sorted names below a prefix, such as `analysed`.
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Returns the sorted names below a prefix, such as `analysed`, and the bytes of each.
 
         Raises:
             InputError: `unreadable`.
         """
+        with self._explaining(prefix):
+            return dict(
+                sorted(
+                    (entry["path"], entry["size"])
+                    for page in self._store.list(prefix)
+                    for entry in page
+                )
+            )
+
+    @contextmanager
+    def _explaining(self, name: str, *, writes: bool = False) -> Iterator[None]:
+        """Has errors of the store say what cannot be done with an object, and why."""
         from obstore.exceptions import BaseError
 
+        check_object_name(name)
         try:
-            return sorted(
-                entry["path"]
-                for page in self._store.list(check_object_name(prefix))
-                for entry in page
-            )
-        except (BaseError, OSError) as error:
-            raise self._unreadable(prefix, error) from error
-
-    def _where(self, name: str) -> str:
-        return f"{self.url}/{name}"
-
-    def _unreadable(self, name: str, error: Exception) -> InputError:
-        return unreadable(self._where(name), ValueError(describe_store_error(error)), "object")
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            if writes:
+                raise _build_write_error(f"{self.url}/{name}", error) from error
+            reason = ValueError(describe_store_error(error))
+            raise unreadable(f"{self.url}/{name}", reason, "object") from error
 
 
 class NewFile:

@@ -259,7 +259,7 @@ class Tables:
         """
         log = f"tables/{SCHEMAS[name].name}/_delta_log"
         try:
-            paths = [Path(path) for path in ObjectStore(self.url, self.options).names(log)]
+            paths = [Path(path) for path in ObjectStore(self.url, self.options).sizes(log)]
         except TraceloomError:  # the reason of the table says more
             return []
         held = {int(path.stem) for path in paths if _LOG_ENTRY.fullmatch(path.name)}

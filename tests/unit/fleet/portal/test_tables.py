@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
@@ -88,6 +89,10 @@ def test_downloads_are_exact_and_no_formulas() -> None:
     rows = list(csv.DictReader(io.StringIO(TABLE.to_csv(address))))
     assert [row["size"] for row in rows] == ["2000000", "7", ""]
     assert rows[1]["state"] == "'=1+1"
+    texts = [f"{sign}1" for sign in "=+-@\t\r\n＝＋－＠ 1"]
+    table = replace(TABLE, rows=[{"state": text} for text in texts])
+    told = [row["state"] for row in csv.DictReader(io.StringIO(table.to_csv(address), newline=""))]
+    assert told == [*(f"'{text}" for text in texts[:-2]), " 1", "11"]
     assert json.loads(TABLE.json(address))[0] == ROWS[0]
 
 

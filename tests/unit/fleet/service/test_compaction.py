@@ -12,9 +12,11 @@ for package in ("sqlalchemy", "obstore", "deltalake", "prometheus_client", "uvic
     pytest.importorskip(package, reason="the extra `fleet` is not installed")
 
 from support.answering import answering  # noqa: E402
+from support.fleet import places  # noqa: E402
 from traceloom.cli import main  # noqa: E402
 from traceloom.fleet.service.pipeline import get_capture_directory  # noqa: E402
 from traceloom.fleet.store.captures import CaptureFile, CaptureRecord  # noqa: E402
+from traceloom.fleet.store.objects import ObjectStore  # noqa: E402
 from traceloom.fleet.store.schema import SCHEMAS  # noqa: E402
 
 TODAY = date(2026, 11, 26)
@@ -113,5 +115,21 @@ def test_uploads_that_were_never_finished_are_forgotten_with_their_files(tmp_pat
             False,
             False,
         ]
-        kept = {name.split("/")[2] for name in pipeline.objects.names("captures")}
+        kept = {name.split("/")[2] for name in pipeline.objects.sizes("captures")}
         assert kept == {"done", "new"}
+
+
+def test_what_comes_late_to_a_signed_address_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects = ObjectStore(places("shared", tmp_path, monkeypatch).store)
+    days = [TODAY - timedelta(days=days_ago) for days_ago in (30, 8, 7, 1, 0)]
+    for day in days:
+        objects.put(f"incoming/{day}/c1/rank0.json", b"late")
+    objects.put("captures/2026-01-01/c1/rank0.json", b"kept")
+    with answering(tmp_path) as service:
+        service.service.pipeline.objects = objects
+        service.service.pipeline.clock = lambda: at(TODAY, 3)
+        assert service.service.pipeline.compact(nightly=True)
+    assert list(objects.sizes("incoming")) == [f"incoming/{day}/c1/rank0.json" for day in days[2:]]
+    assert objects.sizes("captures") == {"captures/2026-01-01/c1/rank0.json": 4}

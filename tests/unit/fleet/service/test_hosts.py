@@ -237,19 +237,20 @@ def test_a_wait_that_is_none_is_no_wait(wait_s: float, tmp_path: Path) -> None:
 def test_usage_is_acknowledged_and_what_cannot_be_is_counted(tmp_path: Path) -> None:
     async def test(registry: HostRegistry) -> None:
         await joined(registry, "a")
+        now = time.time_ns() // 60_000_000_000
         rows = [
-            UsageRow(minute=28_000_000, device="g", state="busy", device_ms=60_000),
-            UsageRow(minute=28_000_001, device="g", state="busy", device_ms=40_000),
-            UsageRow(minute=28_000_001, device="g", state="unallocated", device_ms=40_000),
+            UsageRow(minute=now - 1, device="g", state="busy", device_ms=60_000),
+            UsageRow(minute=now, device="g", state="busy", device_ms=40_000),
+            UsageRow(minute=now, device="g", state="unallocated", device_ms=40_000),
         ]
         answer = await registry.heartbeat("a", beat(usage=rows))
-        assert answer.usage_through == 28_000_001
+        assert answer.usage_through == now
         assert registry.refused_rows["a"] == 2
         waiting = registry.state.open_usage(10, "term")
         assert waiting is not None
         assert [(minute.minute, minute.document.count("device_ms")) for minute in waiting[1]] == [
-            (28_000_000, 1),
-            (28_000_001, 0),
+            (now - 1, 1),
+            (now, 0),
         ]
 
     with_registry(tmp_path, test)
@@ -278,6 +279,9 @@ def test_minutes_that_have_not_been_are_no_usage() -> None:
     row = UsageRow(minute=100, device="g", state="busy", device_ms=1)
     assert drop_impossible_rows([row], 100 * 60_000_000_000) == [row]
     assert drop_impossible_rows([row], 90 * 60_000_000_000) == []
+    days = 24 * 60
+    assert drop_impossible_rows([row], (100 + 13 * days) * 60_000_000_000) == [row]
+    assert drop_impossible_rows([row], (100 + 15 * days) * 60_000_000_000) == []
 
 
 def test_which_processes_a_request_is_about() -> None:

@@ -81,7 +81,7 @@ class Service:
         self.pipeline.reconcile()
         while self.pipeline.work() or self.stores.state.has_rows_to_commit(minutes=False):
             self.pipeline.commit(minutes=False)
-        assert self.stores.objects.names("analysed") == []
+        assert self.stores.objects.sizes("analysed") == {}
         kernels = self.stores.tables.scan("kernels").group_by("capture").agg(pl.len()).collect()
         captures = self.stores.tables.scan("captures").select("capture").collect()["capture"]
         assert kernels["len"].n_unique() <= 1, "the same trace each: no rows lacking or double"

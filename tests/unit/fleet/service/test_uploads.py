@@ -96,7 +96,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnsweringServi
 
 def kept(service: AnsweringService, capture: str) -> list[str]:
     """Names of the files of a capture that lie in the store."""
-    names = service.service.objects.names("captures")
+    names = service.service.objects.sizes("captures")
     return [name.partition(f"/{capture}/")[2] for name in names if f"/{capture}/" in name]
 
 

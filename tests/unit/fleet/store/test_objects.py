@@ -38,10 +38,10 @@ def test_what_is_put_stays_as_it_was_first(objects: ObjectStore, tmp_path: Path)
     assert b"".join(objects.chunks("captures/d/c/a.json")) == b"first"
     assert objects.size("captures/d/c/a.json") == 5
     assert objects.put("captures/d/c/empty", b"")
-    assert objects.names("captures/d") == ["captures/d/c/a.json", "captures/d/c/empty"]
+    assert objects.sizes("captures/d") == {"captures/d/c/a.json": 5, "captures/d/c/empty": 0}
     objects.delete("captures/d/c/a.json")
     objects.delete("captures/d/c/a.json")
-    assert objects.names("captures") == ["captures/d/c/empty"]
+    assert objects.sizes("captures") == {"captures/d/c/empty": 0}
     with pytest.raises(InputError) as raised:
         b"".join(objects.chunks("captures/d/c/a.json"))
     assert raised.value.slug == "unreadable"
@@ -80,7 +80,7 @@ def test_a_name_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> No
         check_object_name,
         objects.size,
         objects.delete,
-        objects.names,
+        objects.sizes,
         lambda name: objects.put(name, b"x"),
     ):
         with pytest.raises(UsageError) as raised:
