@@ -24,8 +24,9 @@ from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.probes.calls import explain_unsupported
-from traceloom.agent.probes.elf import Uprobes, open_mapped, read_mappings
+from traceloom.agent.probes.ebpf import Uprobes
 from traceloom.agent.probes.steps import LOADER, PROFILER_STEP, StepMark, StepProbes
+from traceloom.system.elf import open_mapped, read_mappings
 
 _BOUNDS = METRICS["step_seconds"].bounds
 _RATE_WINDOW_S = 60.0

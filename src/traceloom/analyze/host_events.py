@@ -16,7 +16,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from traceloom.analyze.ancestry import build_forest, build_host_segments
-from traceloom.analyze.intervals import compute_coverage, merge_intervals
+from traceloom.analyze.intervals import Spans, compute_coverage, merge_intervals
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import Vocabulary, build_vocabulary
 from traceloom.trace import vocabulary as vocab
@@ -334,6 +334,9 @@ HOST_INTERVALS_SCHEMA = pl.Schema(
     {"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()}
 )
 FRAME_TIME_SCHEMA = pl.Schema({"frame": pl.String(), "inside": pl.String(), "ns": pl.Int64()})
+_LOOK_COLUMNS = ["thread", "time_ns", "period_ns", "stack"]
+_LOOK_NS = 10_000_000  # between looks, where a stack stayed the same
+_MIN_LOOKS = 3  # into the intervals of a lane: fewer say nothing about their time
 # Work of the recorder is not the program's
 RECORDER_FRAME_PATTERN = r"(^|/)traceloom/capture/"
 # Varies from call to call, and identifies no other place
@@ -379,7 +382,8 @@ def is_user_frame(frame: str) -> bool:
     """Whether a Python frame is neither PyTorch's, the standard library's or a tool's, nor a
     built-in function.
     """
-    if _FRAMEWORK_FRAME_PATTERN.match(frame.replace("\\", "/")):
+    frame = frame.replace("\\", "/")
+    if _FRAMEWORK_FRAME_PATTERN.match(frame):
         return False
     package = frame.split("(", 1)[0].split("/", 1)[0].removesuffix(".py")
     return package not in sys.stdlib_module_names and package not in _UTILITY_PACKAGES
@@ -460,23 +464,14 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
     )
     rows = np.flatnonzero(frame_of_position[segments.owner] >= 0)
     innermost = segments.owner[rows]
-    # Lanes one after the other on one axis.
-    lane_span = trace.end_ns - trace.start_ns + 1
-    offset = segments.lane[rows].astype(np.int64) * lane_span - trace.start_ns
+    offset = segments.lane[rows].astype(np.int64) * _measure_lane_span(trace) - trace.start_ns
     low, high = segments.start_ns[rows] + offset, segments.end_ns[rows] + offset
     tables = []
     for intervals in interval_sets:
         if not intervals.height:
             tables.append(FRAME_TIME_SCHEMA.to_frame())
             continue
-        lane = intervals["lane"].to_numpy().astype(np.int64)
-        start, end = (
-            np.clip(intervals[name].to_numpy(), trace.start_ns, trace.end_ns)
-            + lane * lane_span
-            - trace.start_ns
-            for name in ("start_ns", "end_ns")
-        )
-        ns = compute_coverage(merge_intervals(start, end), low, high)
+        ns = compute_coverage(_place_on_one_axis(trace, intervals), low, high)
         covered = np.flatnonzero(ns)
         innermost_counted = innermost[covered]
         frame = frame_of_position[innermost_counted]
@@ -500,3 +495,89 @@ def measure_frame_time(trace: Trace, interval_sets: Sequence[pl.DataFrame]) -> l
             .pipe(cast_to_schema, FRAME_TIME_SCHEMA)
         )
     return tables
+
+
+def measure_sampled_frame_time(
+    trace: Trace, samples: pl.DataFrame, interval_sets: Sequence[pl.DataFrame]
+) -> list[pl.DataFrame]:
+    """Estimates what `measure_frame_time` measures from stacks that were looked at now and then.
+
+    Each look into the intervals of a lane stands for the same part of their time. A look into
+    another step with as many events counts where it was among these.
+
+    Args:
+        trace: The trace.
+        samples: The samples of its process, as in `Session`.
+        interval_sets: As of `measure_frame_time`.
+    """
+    lanes = dict(trace.lanes.filter(pl.col("kind") == "host")[["thread", "lane"]].rows())
+    looks = []
+    for thread, time_ns, period_ns, stack in samples[_LOOK_COLUMNS].iter_rows():
+        frame, lane = find_user_frame(stack), lanes.get(str(thread))
+        if frame is None or lane is None:
+            continue
+        inside = stack[-1] if stack[-1] != frame else None
+        looks += [
+            (lane, time_ns + number * _LOOK_NS, frame, inside)
+            for number in range(max(1, period_ns // _LOOK_NS))
+        ]
+    table = pl.DataFrame(looks, schema=["lane", "time_ns", "frame", "inside"], orient="row")
+    table = table.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))
+    lane_span = _measure_lane_span(trace)
+    look_lanes = table["lane"].cast(pl.Int64).to_numpy()
+    at = table["time_ns"].to_numpy() - trace.start_ns + look_lanes * lane_span
+    tables = []
+    for intervals in interval_sets:
+        spans = _place_on_one_axis(trace, intervals)
+        places = _move_to_step(trace, look_lanes, at, spans.start[:1] % lane_span)
+        row = np.searchsorted(spans.start, places, side="right") - 1
+        hits = np.flatnonzero((row >= 0) & (places < np.append(spans.end, 0)[row]))
+        lane_ns = np.bincount(spans.start // lane_span, spans.end - spans.start, len(trace.lanes))
+        lane_hits = np.bincount(look_lanes[hits], minlength=len(trace.lanes))
+        hits = hits[lane_hits[look_lanes[hits]] >= _MIN_LOOKS]
+        ns = (lane_ns / np.maximum(lane_hits, 1))[look_lanes[hits]]
+        tables.append(
+            table[hits]
+            .with_columns(ns=pl.Series(ns, dtype=pl.Float64))
+            .group_by("frame", "inside")
+            .agg(pl.col("ns").sum().round())
+            .pipe(cast_to_schema, FRAME_TIME_SCHEMA)
+        )
+    return tables
+
+
+def _move_to_step(trace: Trace, lane: Ints, at: Ints, first_ns: Ints) -> Ints:
+    """Moves times on the axis of all lanes to the step that a time is in, each behind the event
+    with the same number as the one that it is behind in its own step; others stay.
+    """
+    tree, steps, lane_span = build_forest(trace), trace.steps, _measure_lane_span(trace)
+    begins = np.sort(tree.start_ns - trace.start_ns + tree.lane.astype(np.int64) * lane_span)
+    bounds = np.append(steps["start_ns"], trace.end_ns + 1) - trace.start_ns
+    step = np.searchsorted(bounds, at % lane_span, side="right") - 1
+    target = np.searchsorted(bounds, first_ns, side="right") - 1
+    if not target.size or target[0] not in range(steps.height) or not begins.size:
+        return at
+    step = np.clip(step, 0, steps.height - 1)
+    low, high, new_low, new_high = (
+        np.searchsorted(begins, lane * lane_span + bounds[edge])
+        for edge in (step, step + 1, target, target + 1)
+    )
+    behind = np.searchsorted(begins, at, side="right") - 1
+    new = np.clip(behind - low + new_low, 0, begins.size - 1)
+    latest = np.append(begins, np.iinfo(np.int64).max)[new + 1] - 1
+    moved = np.minimum(begins[new] + at - begins[behind], latest)
+    return np.where((high - low == new_high - new_low) & (behind >= low), moved, at)
+
+
+def _measure_lane_span(trace: Trace) -> int:
+    return trace.end_ns - trace.start_ns + 1
+
+
+def _place_on_one_axis(trace: Trace, intervals: pl.DataFrame) -> Spans:
+    """Returns intervals of lanes as one set of time: the lanes one after the other, from 0."""
+    offset = intervals["lane"].to_numpy().astype(np.int64) * _measure_lane_span(trace)
+    start, end = (
+        np.clip(intervals[name].to_numpy(), trace.start_ns, trace.end_ns) - trace.start_ns + offset
+        for name in ("start_ns", "end_ns")
+    )
+    return merge_intervals(start, end)

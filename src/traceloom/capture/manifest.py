@@ -112,7 +112,7 @@ _NEIGHBOURS = 10  # unrecorded steps that recorded ones are compared with, at le
 _PART_FILE = re.compile(r"(rank\d+(-pid\d+)?|pid\d+)\.capture\.json")
 _CAPTURE_FILE = re.compile(
     r"capture\.json|(rank\d+(-pid\d+)?|pid\d+)\."
-    r"(capture\.json|(steps|collectives|thread_cpu)\.json\.gz|memory\.pickle|oom\.json|((graph|before)\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
+    r"(capture\.json|(steps|collectives|thread_cpu|stacks)\.json\.gz|memory\.pickle|oom\.json|((graph|before)\.)?kineto\.json(\.gz)?|host\.json(\.gz)?)"
 )
 
 _SOURCES = re.compile(rf"(rank\d+(-pid\d+)?|pid\d+){re.escape(SOURCES_SUFFIX)}")

@@ -430,6 +430,9 @@ class CaptureOutput:
         )
         if rank is None:
             rank, size = 0, 1
+        reason_for_no_samples = "no `traceloom record` beside it looked at this process"
+        if self._settings.stacks:
+            reason_for_no_samples = "stacks were recorded in the process itself"
         if self._graph is not None:
             self._graph["duration_ns"] = graph_ns[-1] if graph_ns else None
         return {
@@ -452,6 +455,7 @@ class CaptureOutput:
             "steps": self._table("steps", self._log.to_dict(), "start_ns"),
             "collectives": self._table("collectives", self._collectives, "start_ns"),
             "thread_cpu": self._table("thread_cpu", self._thread_cpu, "thread"),
+            "stack_samples": {"file": None, "reason": reason_for_no_samples},
             "live_bytes_at_start": None if self._census is None else count_live_bytes(self._census),
             "live_storages_at_start": self._census,
             "live_storages_at_end": self._last_census,

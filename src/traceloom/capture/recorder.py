@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from traceloom.capture import distributed, exits, memory, program
+from traceloom.capture import distributed, exits, memory, program, writing
 from traceloom.capture.host_trace import HostTrace
 from traceloom.capture.memory import list_live_storages
 from traceloom.capture.modules import CheckpointMarks, ModuleScopes
@@ -464,6 +464,7 @@ class Recorder:
             first = number + 1
         self.plan.start(time.monotonic(), first)
         self._half_done = False
+        writing.announce_window(self.storage.directory, writing.OPENS)
         self._watch_if_needed()
 
     def _stop_soon(self) -> None:
@@ -496,6 +497,7 @@ class Recorder:
             self._half_done = False
             return
         window.end_ns = time.time_ns()
+        writing.announce_window(self.storage.directory, writing.CLOSES)
         window.events = window.session.count_events()
         window.thread_cpu = self._times.to_columns()
         window.collectives = self._collectives.stop()
@@ -596,7 +598,10 @@ class Recorder:
         window = self._window
         steps: list[Callable[[], None]] = [self.detach, self._checkpoints.stop, self.modules.stop]
         if window is not None:
-            steps.insert(0, window.session.pause)
+            ends = functools.partial(
+                writing.announce_window, self.storage.directory, writing.CLOSES
+            )
+            steps = [window.session.pause, *steps, ends]
         if self._graph is not None:
             steps.insert(0, self._graph.abandon)
         for step in steps:

@@ -33,6 +33,8 @@ _CHUNK_BYTES = 1 << 20
 _WRITER_SECONDS = 120.0
 _RESERVED_PART = 10  # of a disk: one part of so many stays free
 NOTES = ".recording"  # directory of claims and diagnoses, removed at the end
+WINDOWS = "windows"  # in it: the pipe that tells `traceloom record` of windows
+OPENS, CLOSES = "opens", "closes"
 
 
 def reserve_name(directory: Path, rank: int | None, *, is_child: bool = False) -> str:
@@ -62,6 +64,24 @@ def wait_for_writers(notes: Path) -> None:
             while path.exists() and time.monotonic() < deadline:
                 os.kill(process, 0)
                 time.sleep(0.02)
+
+
+def read_process_namespace() -> str:
+    """Returns what tells apart processes whose numbers do not mean the same."""
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115  (it is no path)
+
+
+def announce_window(directory: Path, word: str) -> None:
+    """Tells the process of `traceloom record`, where one looks, that the window of this process
+    opens or is over (`OPENS`, `CLOSES`).
+    """
+    with contextlib.suppress(OSError):  # nobody looks
+        # As a reader, too: neither can block, and no signal comes where the other one is gone.
+        pipe = os.open(directory / NOTES / WINDOWS, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            os.write(pipe, f"{word} {os.getpid()} {read_process_namespace()}\n".encode())
+        finally:
+            os.close(pipe)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,12 @@ from operator import or_
 import polars as pl
 from msgspec import Struct
 
-from traceloom.analyze.host_events import FRAME_TIME_SCHEMA, measure_frame_time, parse_frame_places
+from traceloom.analyze.host_events import (
+    FRAME_TIME_SCHEMA,
+    measure_frame_time,
+    measure_sampled_frame_time,
+    parse_frame_places,
+)
 from traceloom.changes.changes import Change
 from traceloom.findings.context import Context, shorten_name
 from traceloom.graph import graph as graph_schema
@@ -161,13 +166,21 @@ def add_frames(findings: Sequence[tuple[Finding, Candidate, Context]]) -> tuple[
     ]
     tables = [[pl.DataFrame(schema={"rank": pl.Int32, **FRAME_TIME_SCHEMA})] for _ in findings]
     context = findings[0][2]
-    for trace in context.traces if context.stacks else ():
+    for trace in context.traces:
         is_rank = pl.col("rank").eq_missing(trace.rank) if len(context.traces) > 1 else pl.lit(True)
         parts = [rows.filter(is_rank) for rows in intervals]
-        if any(part.height for part in parts):
-            rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
-            for table, part in zip(tables, measure_frame_time(trace, parts), strict=True):
-                table.append(part.select(rank, *FRAME_TIME_SCHEMA))
+        samples = context.session.samples.filter(pl.col("rank").eq_missing(trace.rank))
+        if not any(part.height for part in parts):
+            continue
+        if context.stacks:
+            times = measure_frame_time(trace, parts)
+        elif samples.height:
+            times = measure_sampled_frame_time(trace, samples, parts)
+        else:
+            continue
+        rank = pl.lit(trace.rank, dtype=pl.Int32).alias("rank")
+        for table, part in zip(tables, times, strict=True):
+            table.append(part.select(rank, *FRAME_TIME_SCHEMA))
     return tuple(
         _add_hot_frames(finding, candidate, rows, pl.concat(table), context.rank_count > 1)
         for (finding, candidate, _), rows, table in zip(findings, intervals, tables, strict=True)

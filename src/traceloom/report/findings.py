@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import polars as pl
+
 from traceloom.report.document import ReportOptions, UnknownValues
 from traceloom.report.sections import FINDINGS, NOT_REQUESTED_REASON
 from traceloom.system import process
@@ -29,7 +31,11 @@ from traceloom.trace.storage import MappedFiles
 if TYPE_CHECKING:
     from traceloom.report.documents.report import FindingRow, FindingsGroundValue
 
-_NO_FRAMES_REASON = "Python frames were not recorded (record with --stacks, or with_stack=True)"
+_NO_FRAMES_REASON = (
+    "Python frames were not recorded there, and its threads not seen often enough (record with "
+    "--stacks, or with_stack=True)"
+)
+_SAMPLES = "samples.arrow"
 MIN_PROCESS_EVENTS = 1_000_000  # below, another process costs more than it saves
 
 
@@ -70,6 +76,7 @@ def start_findings(
             "epoch_ns": epoch_ns,
         }
         try:
+            session.samples.write_ipc(directory / _SAMPLES)
             for number, trace in enumerate(session.traces):
                 (directory / str(number)).mkdir()
                 storage.save(trace, directory / str(number), permanent=False)
@@ -103,7 +110,11 @@ def main() -> None:
         for rank in range(job["ranks"])
     )
     session = Session(
-        traces, job["name"], job["capture"], tuple(Notice(**notice) for notice in job["notices"])
+        traces,
+        job["name"],
+        job["capture"],
+        tuple(Notice(**notice) for notice in job["notices"]),
+        samples=pl.read_ipc(directory / _SAMPLES),
     )
     absent = UnknownValues(job["epoch_ns"])
     rows, basis = build_findings(session, ReportOptions(only=job["only"], peak=job["peak"]), absent)

@@ -23,9 +23,9 @@ from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.probes.call_stacks import CallStacks
 from traceloom.agent.probes.calls import RECORD, CallProbes, CallValue, ProbedCall
-from traceloom.agent.probes.elf import Elf, read_mappings
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.profilers.base import AllocationsProfiler, Window
+from traceloom.system.elf import Elf, read_mappings
 
 pytestmark = [needs_probes, needs_compiler]
 

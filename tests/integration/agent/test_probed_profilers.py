@@ -24,7 +24,6 @@ import pytest
 from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.probes.elf import Elf, read_mappings
 from traceloom.agent.profilers.base import (
     AllocationsProfiler,
     LaunchesProfiler,
@@ -32,6 +31,7 @@ from traceloom.agent.profilers.base import (
     Window,
 )
 from traceloom.cli import main
+from traceloom.system.elf import Elf, read_mappings
 
 RUNTIME = """
 #include <stdlib.h>

@@ -128,7 +128,8 @@ def test_what_a_rank_wrote_is_merged_with_what_is_known_of_the_run(tmp_path: Pat
     run = capture["run"]
     assert (run["command"], run["exit_code"], run["signal"]) == (list(command), None, 15)
     assert before_ns <= run["started_ns"] <= run["ended_ns"] <= time.time_ns()
-    assert capture["ranks"] == [PART]
+    unseen = {"file": None, "reason": "the process did not say when its window opened"}
+    assert capture["ranks"] == [PART | {"stack_samples": unseen}]
     assert lines[0] == (
         "recorded steps 5 to 6 of 9; a recorded step took 1.25 x (1.00 to 1.50) the CPU time of an unrecorded one"
     )

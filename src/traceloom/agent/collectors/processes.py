@@ -22,6 +22,7 @@ import msgspec
 from traceloom.agent.collectors.collector import HostCollector, read
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import Reading
+from traceloom.system.elf import MAX_MAPS_BYTES
 from traceloom.system.units import format_quantity
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ MAX_RESCANS_PER_TURN = 256
 OLD_TICKS_S = 0.5  # CPU time that an old process must have used to be examined again
 MAX_COMMAND_BYTES = 32 << 10  # bytes read of a command line
 MAX_ENVIRONMENT_BYTES = 2 << 20
-MAX_MAPS_BYTES = 16 << 20
 MAX_CHARS = 4096  # kept of a variable: lists of devices are long
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

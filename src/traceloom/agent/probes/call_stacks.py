@@ -36,9 +36,9 @@ from traceloom.agent.probes.ebpf import (
     Ring,
     get_architecture,
 )
-from traceloom.agent.probes.python_frames import FRAME_BYTES, PythonFrames, PythonThread
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, UnwindRule
+from traceloom.system.python_frames import FRAME_BYTES, PythonFrames, PythonThread
 
 MOST_NATIVE, MOST_PYTHON = 48, 32
 # Max stacks per window (ns); further calls have none. At 5 us each, that is a tenth of a CPU.

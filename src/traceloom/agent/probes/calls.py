@@ -26,11 +26,12 @@ from traceloom.agent.probes.ebpf import (
     MapKind,
     ProbeProgram,
     Ring,
+    Uprobes,
     attach_program,
     get_architecture,
     load_program,
 )
-from traceloom.agent.probes.elf import Elf, Uprobes
+from traceloom.system.elf import Elf
 
 # A record: time (monotonic clock, ns), process << 32 | thread, number of the function, number of
 # its stack (0: none), and six values, which depend on the function.

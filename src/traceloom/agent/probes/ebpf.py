@@ -2,7 +2,7 @@
 perf_event_open(2).
 
 No compiler or library is needed on the host. Programs are attached to functions found in the symbol
-tables of libraries (elf.py), and their records (calls.py, with stacks: call_stacks.py) are read
+tables of libraries, and their records (calls.py, with stacks: call_stacks.py) are read
 from a ring buffer; `calls.explain_unsupported` checks whether this kernel and the agent's
 permissions allow it.
 
@@ -24,6 +24,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from traceloom.system.elf import Elf, Function
 
 
 class Register(enum.IntEnum):
@@ -479,3 +481,56 @@ class Ring:
         self._read_to.close()
         self._written.close()
         self.map.close()
+
+
+class Uprobes:
+    """Probes of a file that processes map; each program runs in every process that maps it, or in
+    one.
+
+    Args:
+        descriptor: The open file; it is closed with the probes.
+        process: In this process only.
+
+    Raises:
+        OSError: The file is not a library.
+    """
+
+    def __init__(self, descriptor: int, process: int | None = None) -> None:
+        self._descriptor = descriptor
+        self._process = process
+        self._probes: list[int] = []
+        try:
+            self.elf = Elf(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+
+    def find(self, beginning: str) -> Function:
+        """Returns the function whose name has the prefix.
+
+        Raises:
+            OSError: There is none.
+        """
+        function = self.elf.find(beginning)
+        if function is None:
+            raise OSError(errno.ENOENT, f"it has no function {beginning}")
+        return function
+
+    def attach(self, function: Function, program: int, *, at_return: bool = False) -> None:
+        """Run a program at each entry, or return, of the function.
+
+        Raises:
+            OSError: The kernel does not allow it.
+        """
+        # The file that was examined, whatever is at its path now.
+        path = f"/proc/self/fd/{self._descriptor}"
+        self._probes.append(
+            attach_program(
+                program, path, function.offset, at_return=at_return, process=self._process
+            )
+        )
+
+    def close(self) -> None:
+        for probe in (*self._probes, self._descriptor):
+            os.close(probe)
+        self._probes = []

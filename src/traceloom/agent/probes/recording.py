@@ -21,10 +21,10 @@ from traceloom.agent.probes.calls import (
     ProbedCall,
     explain_unsupported,
 )
-from traceloom.agent.probes.elf import Mapping, open_mapped, read_mappings
-from traceloom.agent.probes.python_frames import PythonFrames
 from traceloom.agent.probes.steps import LOADER, StepProbes
 from traceloom.agent.probes.symbols import Symbols
+from traceloom.system.elf import Mapping, open_mapped, read_mappings
+from traceloom.system.python_frames import PythonFrames
 
 _RING_POLL_S = 0.02  # the ring has room for the records of this time
 _LIBRARY_REFRESH_S = 1.0

@@ -28,10 +28,10 @@ from traceloom.agent.probes.ebpf import (
     Map,
     MapKind,
     ProbeProgram,
+    Uprobes,
     get_architecture,
     load_program,
 )
-from traceloom.agent.probes.elf import Uprobes
 
 BOUNDS = METRICS["step_seconds"].bounds
 PROFILER_STEP, OPTIMIZER_STEP, LOADER = range(3)

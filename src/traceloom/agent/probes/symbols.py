@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from traceloom.agent.probes.elf import Elf, Mapping, SymbolTable, open_mapped, read_mappings
 from traceloom.agent.probes.unwinding import END_RULE, UnwindRule, find_unwind_rule
+from traceloom.system.elf import Elf, Mapping, SymbolTable, open_mapped, read_mappings
 
 _MAX_FILES = 1024
 _MAX_NAME_CHARS = 1000  # names of templates may be much longer

@@ -12,7 +12,7 @@ import struct
 from typing import NamedTuple
 
 from traceloom.agent.probes.ebpf import get_architecture
-from traceloom.agent.probes.elf import Elf
+from traceloom.system.elf import Elf
 
 
 class FrameOrigin(enum.IntEnum):

@@ -211,7 +211,9 @@ def render_findings(document: ReportDocument, reasons: Reasons) -> str:
     cards = "".join(_render_finding_card(row, positions) for row in rows)
     if context:
         hint += f'<p class="quiet">Savings {render_inline_code(context["basis"])}, by re-timing; they do not overlap.</p>'
-    if any(row["host_ns"] for row in rows) and not (context and context["stacks"]):
+    if any(row["host_ns"] and not row["frames"] for row in rows) and not (
+        context and context["stacks"]
+    ):
         hint += '<p class="quiet">Which code holds the host: record with <code>--stacks</code>.</p>'
     abstained = ""
     if abstentions := context["abstentions"] if context else []:

@@ -61,7 +61,7 @@ def render_findings(document: ReportDocument, width: int, *, full: bool) -> Iter
         yield from render_paragraph(f"Of savings: {ground['limit']}.", width, DIM_STYLE)
     if not ground["holds"]:
         yield from render_paragraph(f"Take the savings as hints: {ground['law']}", width, "yellow")
-    if full and any(row["host_ns"] for row in rows) and not ground["stacks"]:
+    if full and any(row["host_ns"] and not row["frames"] for row in rows) and not ground["stacks"]:
         yield Text(" Which code holds the host: record with --stacks.", DIM_STYLE)
     if full and ground["abstentions"]:
         yield from render_heading("Checks skipped", "data missing", width)

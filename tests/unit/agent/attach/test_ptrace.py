@@ -15,7 +15,7 @@ import pytest
 from support.attaching import tracer_of
 from support.waiting import until
 from traceloom.agent.attach.injection import StoppedThread, explain_attach_refusal
-from traceloom.agent.probes.elf import Elf, open_mapped, read_mappings
+from traceloom.system.elf import Elf, open_mapped, read_mappings
 
 WHY = explain_attach_refusal()[0]
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)

@@ -26,10 +26,10 @@ from traceloom.agent.probes.ebpf import (
     MapKind,
     ProbeProgram,
     Ring,
+    Uprobes,
     get_architecture,
     load_program,
 )
-from traceloom.agent.probes.elf import Uprobes
 
 LIBRARY = "long twice(long x) { return 2 * x; }"
 

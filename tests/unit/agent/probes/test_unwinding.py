@@ -16,9 +16,9 @@ from support.probes import compiled, needs_compiler, needs_probes
 from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
 from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall
 from traceloom.agent.probes.ebpf import get_architecture
-from traceloom.agent.probes.elf import Elf
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, find_unwind_rule
+from traceloom.system.elf import Elf
 
 # Functions whose frames differ: none, one of a size that is not known, one that begins at a multiple of 64, many saved
 # registers, and one that calls itself.

@@ -15,7 +15,7 @@ from types import CodeType
 import pytest
 from hypothesis import given, strategies as st
 
-from traceloom.agent.probes.python_frames import PythonFrames, find_line
+from traceloom.system.python_frames import PythonFrames, find_line
 
 current = pytest.mark.skipif(
     not (3, 11) <= sys.version_info[:2] <= (3, 13), reason="frames of Python 3.11 to 3.13 are read"

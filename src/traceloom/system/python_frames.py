@@ -1,5 +1,5 @@
-"""Python frames of a process, read from outside: the location of each thread's newest frame, and
-the code of a frame.
+"""Python frames of a process, read from outside: the stacks of its threads, the location of each
+thread's newest frame, and the code of a frame.
 
 Supports CPython 3.11 to 3.13, which store frames alike; from 3.13 on the interpreter publishes the
 offsets of its fields. All data is untrusted: reading is bounded, and inconsistent data is not
@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from traceloom.agent.probes.elf import Elf, Mapping, open_mapped, read_mappings
+from traceloom.system.elf import Elf, Mapping, open_mapped, read_mappings
 
 EVAL_FUNCTION = "_PyEval_EvalFrameDefault\0"
 FRAME_BYTES = 64  # size of the part of a frame that has all needed fields
 _MOST_THREADS, _MOST_INTERPRETERS = 4096, 64
+_MOST_FRAMES = 512
+_PAGE_BYTES = 4096
 _MAX_LINE = (1 << 31) - 1
 _MAX_TRIES = 8
 _MAX_TEXT_BYTES = 4096
@@ -89,6 +91,14 @@ _NUMBERS_3_13 = {
 }
 
 
+class PythonFrame(NamedTuple):
+    """A function, its file, and the line that runs."""
+
+    function: str
+    file: str
+    line: int
+
+
 class PythonThread(NamedTuple):
     """A thread: the address of its state, and its id in its container."""
 
@@ -106,7 +116,7 @@ class PythonFrames:
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
         self._process, self._proc = process, proc
         self._inner: dict[int, int] = {}  # thread id -> its id in its container
-        self._descriptions: dict[tuple[int, int], tuple[str, str, int] | None] = {}
+        self._descriptions: dict[tuple[int, int], PythonFrame | None] = {}
         self.file, elf, bias = self._interpreter()
         runtime, version, code_type = (
             elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type")
@@ -176,7 +186,43 @@ class PythonFrames:
                 remaining -= 1
         return result
 
-    def describe(self, code: int, instruction: int) -> tuple[str, str, int] | None:
+    def stacks(self) -> dict[int, tuple[PythonFrame, ...]]:
+        """Returns the frames of each thread of Python by its id in its container, the outermost
+        first.
+
+        The threads go on meanwhile: of a stack that changes just now, frames may be missing.
+
+        Raises:
+            OSError: The process has ended, or changed its threads just now.
+        """
+        return {number: self._walk(state) for number, state in self._states().items()}
+
+    def _walk(self, state: int) -> tuple[PythonFrame, ...]:
+        layout = self.layout
+        frame = self._number(state + layout.newest)
+        if layout.newest_behind is not None:
+            frame = self._number(frame + layout.newest_behind)
+        stack: list[PythonFrame] = []
+        # Most frames lie side by side: what is read at once belongs together, and costs less.
+        pages: dict[int, bytes] = {}
+        for _ in range(_MOST_FRAMES):
+            if not frame:
+                break
+            page = frame & -_PAGE_BYTES
+            if page not in pages:
+                self._require_address(page)
+                pages[page] = os.pread(self._memory, _PAGE_BYTES + FRAME_BYTES, page)
+            fields = pages[page][frame - page : frame - page + FRAME_BYTES]
+            code, instruction, frame = (
+                int.from_bytes(fields[at : at + 8], "little")
+                for at in (layout.code, layout.instruction, layout.previous)
+            )
+            described = self.describe(code, instruction)
+            if described is not None:
+                stack.append(described)
+        return tuple(reversed(stack))
+
+    def describe(self, code: int, instruction: int) -> PythonFrame | None:
         """Returns the function, file and line of a frame; None if it is not a Python frame."""
         key = (code, instruction)
         if key not in self._descriptions:
@@ -189,7 +235,7 @@ class PythonFrames:
         """Close the process's memory."""
         os.close(self._memory)
 
-    def _described(self, code: int, instruction: int) -> tuple[str, str, int] | None:
+    def _described(self, code: int, instruction: int) -> PythonFrame | None:
         layout = self.layout
         if self._number(code + _TYPE_AT) != self._code_type:
             return None
@@ -206,7 +252,8 @@ class PythonFrames:
         lines = self._read(table + layout.bytes_content, size)
         unit = (instruction - code - layout.instructions) // 2
         first_line = self._number(code + layout.first_line, 4)
-        return name, file, max(1, min(find_line(lines, first_line, unit) or first_line, _MAX_LINE))
+        line = find_line(lines, first_line, unit) or first_line
+        return PythonFrame(name, file, max(1, min(line, _MAX_LINE)))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """Returns the file with the interpreter, and its load offset."""
@@ -271,12 +318,15 @@ class PythonFrames:
             {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace"
         )
 
+    def _require_address(self, address: int) -> None:
+        if not 0 < address < 1 << 62:
+            raise OSError(errno.EFAULT, "no address")
+
     def _number(self, address: int, size: int = 8) -> int:
         return int.from_bytes(self._read(address, size), "little")
 
     def _read(self, address: int, size: int) -> bytes:
-        if not 0 < address < 1 << 62:
-            raise OSError(errno.EFAULT, "no address")
+        self._require_address(address)
         content = os.pread(self._memory, size, address)
         if len(content) < size:
             raise OSError(errno.ESRCH, "the process has ended")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from support.probes import compiled, needs_compiler
-from traceloom.agent.probes.elf import Elf
+from traceloom.system.elf import Elf
 
 SOURCE = """
 static int hidden(int x) { return x + 1; }
@@ -79,7 +79,7 @@ def test_a_stripped_library_has_its_exported_functions_alone(library: Path, tmp_
 def test_a_long_table_is_searched_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from traceloom.agent.probes import elf as module
+    from traceloom.system import elf as module
 
     source = "".join(
         f"int function_{number}(void) {{ return {number}; }}\n" for number in range(100)

@@ -1,7 +1,7 @@
-"""ELF symbols, memory maps of a process, and uprobes.
+"""ELF symbols, and memory maps of a process.
 
 All files are untrusted, so reading is bounded. They are read, not mapped: a file that is truncated
-meanwhile must not end the agent.
+meanwhile must not end who reads it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from traceloom.agent.collectors.collector import read
-from traceloom.agent.collectors.processes import MAX_MAPS_BYTES
-from traceloom.agent.probes.ebpf import attach_program
-
+MAX_MAPS_BYTES = 16 << 20
 _HEADER = struct.Struct("<16xHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SEGMENT = struct.Struct("<IIQQQQQQ")
@@ -224,6 +221,8 @@ def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
     Raises:
         OSError: It has ended, or access is denied.
     """
+    with (proc / str(process) / "maps").open("rb") as file:
+        lines = file.read(MAX_MAPS_BYTES)
     return [
         Mapping(
             int(start, 16),
@@ -233,9 +232,7 @@ def read_mappings(process: int, proc: Path = Path("/proc")) -> list[Mapping]:
             int(inode),
             os.fsdecode(path),
         )
-        for start, end, executable, offset, inode, path in _LINE.findall(
-            read(f"{proc}/{process}/maps", MAX_MAPS_BYTES)
-        )
+        for start, end, executable, offset, inode, path in _LINE.findall(lines)
     ]
 
 
@@ -271,56 +268,3 @@ def _open_same_file(found: int, mapping: Mapping) -> int:
         return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(found)
-
-
-class Uprobes:
-    """Probes of a file that processes map; each program runs in every process that maps it, or in
-    one.
-
-    Args:
-        descriptor: The open file; it is closed with the probes.
-        process: In this process only.
-
-    Raises:
-        OSError: The file is not a library.
-    """
-
-    def __init__(self, descriptor: int, process: int | None = None) -> None:
-        self._descriptor = descriptor
-        self._process = process
-        self._probes: list[int] = []
-        try:
-            self.elf = Elf(descriptor)
-        except OSError:
-            os.close(descriptor)
-            raise
-
-    def find(self, beginning: str) -> Function:
-        """Returns the function whose name has the prefix.
-
-        Raises:
-            OSError: There is none.
-        """
-        function = self.elf.find(beginning)
-        if function is None:
-            raise OSError(errno.ENOENT, f"it has no function {beginning}")
-        return function
-
-    def attach(self, function: Function, program: int, *, at_return: bool = False) -> None:
-        """Run a program at each entry, or return, of the function.
-
-        Raises:
-            OSError: The kernel does not allow it.
-        """
-        # The file that was examined, whatever is at its path now.
-        path = f"/proc/self/fd/{self._descriptor}"
-        self._probes.append(
-            attach_program(
-                program, path, function.offset, at_return=at_return, process=self._process
-            )
-        )
-
-    def close(self) -> None:
-        for probe in (*self._probes, self._descriptor):
-            os.close(probe)
-        self._probes = []
