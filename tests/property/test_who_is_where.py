@@ -10,7 +10,8 @@ from hypothesis import given, strategies as st
 
 from traceloom.agent.hangs.stacks import GroupedStacks, group_stacks
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
+from traceloom.system.python_frames import Frame
 from traceloom.system.units import format_ranges
 
 C10D = "/usr/lib/python3/dist-packages/torch/distributed/distributed_c10d.py"

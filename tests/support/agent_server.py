@@ -28,7 +28,7 @@ from traceloom.agent.history import History
 from traceloom.agent.kineto.server import ProfilerRegistry
 from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
 from traceloom.agent.snapshot import CollectorStatus, Snapshot
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.topline import TracedFacts
@@ -37,6 +37,7 @@ from traceloom.agent.traces.runner import TraceService
 from traceloom.agent.triggers.adapter import TriggerEngine
 from traceloom.agent.triggers.store import TriggerStore
 from traceloom.server.listener import OpenListeners, serve
+from traceloom.system.python_frames import Frame
 
 if TYPE_CHECKING:
     from traceloom.agent.daemon import Agent

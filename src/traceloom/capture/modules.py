@@ -25,7 +25,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from traceloom.capture.scope import MODULE_PREFIX, scope
-from traceloom.capture.session import annotate
+from traceloom.capture.session import Replaced, annotate
 
 WRAPPER_ATTRIBUTES = {
     "DistributedDataParallel": "module",
@@ -204,7 +204,7 @@ class CheckpointMarks:
 
     def __init__(self) -> None:
         self._on = False
-        self._replaced: list[tuple[Any, Any, Any]] = []
+        self._replaced: list[Replaced] = []
 
     def start(self) -> None:
         self._on = True
@@ -213,17 +213,14 @@ class CheckpointMarks:
             function = vars(module).get(_FUNCTION) if module is not None else None
             if function is not None:
                 # a module that was imported meanwhile has ours under its own name
-                original = getattr(function, _ORIGINAL, function)
-                marked = self._marked(original)
-                setattr(module, _FUNCTION, marked)
-                self._replaced.append((module, original, marked))
+                marked = self._marked(getattr(function, _ORIGINAL, function))
+                self._replaced.append(Replaced(module, _FUNCTION, marked))
 
     def stop(self) -> None:
         """Leave PyTorch as it was; a checkpoint that is going on ends as it began."""
         self._on = False
-        for module, original, marked in self._replaced:
-            if vars(module).get(_FUNCTION) is marked:
-                setattr(module, _FUNCTION, original)
+        for replaced in self._replaced:
+            replaced.remove()
         self._replaced = []
 
     def _marked(self, original: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:

@@ -43,10 +43,7 @@ class CaptureOutput:
         self._stem: str | None = None
         self._window: dict[str, Any] | None = None
         self._graph: dict[str, Any] | None = None
-        self._collectives: dict[str, Any] | None = None
-        self._thread_cpu: dict[str, list[int]] | None = None
-        self._census: dict[str, list[Any]] | None = None
-        self._last_census: dict[str, list[Any]] | None = None
+        self._recorded: RecordedWindow | None = None
         self._out_of_memory: dict[str, str] | None = None
         self._allocators: list[dict[str, Any]] | None = None
         self._notices: list[dict[str, str]] = []
@@ -117,9 +114,8 @@ class CaptureOutput:
 
     def prepare(self, window: RecordedWindow) -> None:
         """Notes what is known of a window whose session is paused."""
-        self._census, self._last_census = window.census, window.last_census
-        self._thread_cpu = window.thread_cpu
-        self._collectives = _cut_columns(window.collectives, window.start_ns, window.end_ns)
+        self._recorded = window
+        window.collectives = _cut_columns(window.collectives, window.start_ns, window.end_ns)
         self._allocators = memory.describe_memory() if self._settings.memory else None
 
     def save_in_fork(self, window: RecordedWindow, *, used_torch: bool) -> None:
@@ -430,6 +426,8 @@ class CaptureOutput:
         )
         if rank is None:
             rank, size = 0, 1
+        recorded = vars(self._recorded) if self._recorded is not None else {}
+        census = recorded.get("census")
         reason_for_no_samples = "no `traceloom record` beside it looked at this process"
         if self._settings.stacks:
             reason_for_no_samples = "stacks were recorded in the process itself"
@@ -453,12 +451,12 @@ class CaptureOutput:
             "graph_step": self._graph,
             "step_source": self._clock.source,
             "steps": self._table("steps", self._log.to_dict(), "start_ns"),
-            "collectives": self._table("collectives", self._collectives, "start_ns"),
-            "thread_cpu": self._table("thread_cpu", self._thread_cpu, "thread"),
+            "collectives": self._table("collectives", recorded.get("collectives"), "start_ns"),
+            "thread_cpu": self._table("thread_cpu", recorded.get("thread_cpu"), "thread"),
             "stack_samples": {"file": None, "reason": reason_for_no_samples},
-            "live_bytes_at_start": None if self._census is None else count_live_bytes(self._census),
-            "live_storages_at_start": self._census,
-            "live_storages_at_end": self._last_census,
+            "live_bytes_at_start": None if census is None else count_live_bytes(census),
+            "live_storages_at_start": census,
+            "live_storages_at_end": recorded.get("last_census"),
             "allocators_at_end": self._allocators,
             "out_of_memory": self._out_of_memory,
             "overhead": manifest.compute_overhead(self._log, WARM_UP_STEPS),

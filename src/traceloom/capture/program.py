@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -292,13 +292,15 @@ def is_profiler_active(profiler: weakref.ref[Any] | None) -> bool:
 
 def defines_modules() -> bool:
     """Whether the program has classes of modules of its own, which it will then call."""
-    todo = [torch.nn.Module]
-    while todo:
-        for kind in todo.pop().__subclasses__():
-            if not kind.__module__.startswith("torch."):
-                return True
-            todo.append(kind)
-    return False
+    return any(
+        not kind.__module__.startswith("torch.") for kind in _iterate_subclasses(torch.nn.Module)
+    )
+
+
+def _iterate_subclasses(kind: type) -> Iterator[type]:
+    for below in kind.__subclasses__():
+        yield below
+        yield from _iterate_subclasses(below)
 
 
 def is_loading() -> bool:
@@ -322,10 +324,5 @@ def is_loading() -> bool:
 
 def has_optimizer() -> bool:
     """Whether an optimizer was made: PyTorch marks the `step` of its class then."""
-    todo = [torch.optim.Optimizer]
-    while todo:
-        kind = todo.pop()
-        if getattr(kind.step, "hooked", False):
-            return True
-        todo += kind.__subclasses__()
-    return False
+    kinds = (torch.optim.Optimizer, *_iterate_subclasses(torch.optim.Optimizer))
+    return any(getattr(kind.step, "hooked", False) for kind in kinds)

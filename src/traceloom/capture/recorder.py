@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +35,7 @@ from traceloom.capture.session import (
 )
 from traceloom.capture.settings import Settings, print_once
 from traceloom.capture.steps import Instant, Mark, StepClock, StepLog, ThreadTimes, Tick
+from traceloom.system.process import get_free_memory
 
 WITHOUT_CALLS_SECONDS = 1.0
 """A program that has called no module by then, and defines none, is recorded as it is."""
@@ -711,25 +711,10 @@ def choose_budget(settings: Settings) -> int:
     """How many bytes recording may take in this process."""
     if settings.max_memory is not None:
         return settings.max_memory
-    return min(_DEFAULT_BUDGET_BYTES, int(_SHARE_OF_FREE * read_free_bytes()))
-
-
-def read_free_bytes() -> int:
-    """What the host, and the container that this process is in, have free."""
-    free = 16_000_000_000
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:  # noqa: PTH123
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    free = int(line.split()[1]) * 1024
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text(encoding="ascii"))
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        return free  # this system does not tell more
-    return free
+    free_bytes = get_free_memory()
+    if free_bytes is None:
+        return _DEFAULT_BUDGET_BYTES
+    return min(_DEFAULT_BUDGET_BYTES, int(_SHARE_OF_FREE * free_bytes))
 
 
 def read_own_bytes() -> int:

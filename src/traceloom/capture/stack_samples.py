@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from traceloom.capture import manifest, writing
-from traceloom.system.python_frames import PythonFrame, PythonFrames
+from traceloom.system.python_frames import Frame, PythonFrames
 
 RATE = 100  # looks per second, where these take less than a hundredth of a processor's time
 _MAX_SHARE = 0.01
@@ -35,7 +35,7 @@ class SampledProcess:
 
     def __init__(self, process: int) -> None:
         self.interpreter = PythonFrames(process)
-        self._looks: list[tuple[int, int, tuple[PythonFrame, ...]]] = []  # when, thread, stack
+        self._looks: list[tuple[int, int, tuple[Frame, ...]]] = []  # when, thread, stack
 
     def look(self) -> None:
         """Takes the stack of each of its threads, but of ours.
@@ -53,7 +53,7 @@ class SampledProcess:
         """Returns what was seen in the kept part of the window, as it is written."""
         window = rank["window"]
         threads: dict[int, int] = {}
-        frames: dict[PythonFrame, int] = {}
+        frames: dict[Frame, int] = {}
         following: dict[int, int] = {}
         samples = []
         for at, thread, stack in reversed(self._looks):
@@ -63,14 +63,16 @@ class SampledProcess:
                 number = threads.setdefault(thread, len(threads))
                 numbers = [frames.setdefault(frame, len(frames)) for frame in stack]
                 samples.append((at, number, period, numbers))
-        names = {rank["process"]: "MainThread"}
         return {
             "format": "traceloom-stacks",
             "version": 1,
             "pid": rank["process"],
             "rank": rank["rank"],
             "rate": RATE,
-            "threads": [{"id": thread, "name": names.get(thread, "")} for thread in threads],
+            "threads": [
+                {"id": thread, "name": "MainThread" if thread == rank["process"] else ""}
+                for thread in threads
+            ],
             "frames": list(frames),
             "samples": samples[::-1],
         }

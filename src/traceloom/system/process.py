@@ -158,7 +158,7 @@ def get_free_memory() -> int | None:
             Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
             for name in ("memory.max", "memory.current")
         )
-        free += [int(limit) - int(used)] if limit.isdigit() else []
+        free += [max(0, int(limit) - int(used))] if limit.isdigit() else []
     except (OSError, ValueError):
         pass
     return min(free, default=None)

@@ -91,8 +91,8 @@ _NUMBERS_3_13 = {
 }
 
 
-class PythonFrame(NamedTuple):
-    """A function, its file, and the line that runs."""
+class Frame(NamedTuple):
+    """A call: of Python, or native with the library as its file and line 0."""
 
     function: str
     file: str
@@ -116,7 +116,7 @@ class PythonFrames:
     def __init__(self, process: int, proc: Path = Path("/proc")) -> None:
         self._process, self._proc = process, proc
         self._inner: dict[int, int] = {}  # thread id -> its id in its container
-        self._descriptions: dict[tuple[int, int], PythonFrame | None] = {}
+        self._descriptions: dict[tuple[int, int], Frame | None] = {}
         self.file, elf, bias = self._interpreter()
         runtime, version, code_type = (
             elf.find_data(name) for name in ("_PyRuntime", "Py_Version", "PyCode_Type")
@@ -186,7 +186,7 @@ class PythonFrames:
                 remaining -= 1
         return result
 
-    def stacks(self) -> dict[int, tuple[PythonFrame, ...]]:
+    def stacks(self) -> dict[int, tuple[Frame, ...]]:
         """Returns the frames of each thread of Python by its id in its container, the outermost
         first.
 
@@ -197,12 +197,12 @@ class PythonFrames:
         """
         return {number: self._walk(state) for number, state in self._states().items()}
 
-    def _walk(self, state: int) -> tuple[PythonFrame, ...]:
+    def _walk(self, state: int) -> tuple[Frame, ...]:
         layout = self.layout
         frame = self._number(state + layout.newest)
         if layout.newest_behind is not None:
             frame = self._number(frame + layout.newest_behind)
-        stack: list[PythonFrame] = []
+        stack: list[Frame] = []
         # Most frames lie side by side: what is read at once belongs together, and costs less.
         pages: dict[int, bytes] = {}
         for _ in range(_MOST_FRAMES):
@@ -210,9 +210,10 @@ class PythonFrames:
                 break
             page = frame & -_PAGE_BYTES
             if page not in pages:
-                self._require_address(page)
-                pages[page] = os.pread(self._memory, _PAGE_BYTES + FRAME_BYTES, page)
+                pages[page] = self._read(page, _PAGE_BYTES)
             fields = pages[page][frame - page : frame - page + FRAME_BYTES]
+            if len(fields) < FRAME_BYTES:
+                fields = self._read(frame, FRAME_BYTES)
             code, instruction, frame = (
                 int.from_bytes(fields[at : at + 8], "little")
                 for at in (layout.code, layout.instruction, layout.previous)
@@ -222,7 +223,7 @@ class PythonFrames:
                 stack.append(described)
         return tuple(reversed(stack))
 
-    def describe(self, code: int, instruction: int) -> PythonFrame | None:
+    def describe(self, code: int, instruction: int) -> Frame | None:
         """Returns the function, file and line of a frame; None if it is not a Python frame."""
         key = (code, instruction)
         if key not in self._descriptions:
@@ -235,7 +236,7 @@ class PythonFrames:
         """Close the process's memory."""
         os.close(self._memory)
 
-    def _described(self, code: int, instruction: int) -> PythonFrame | None:
+    def _described(self, code: int, instruction: int) -> Frame | None:
         layout = self.layout
         if self._number(code + _TYPE_AT) != self._code_type:
             return None
@@ -253,7 +254,7 @@ class PythonFrames:
         unit = (instruction - code - layout.instructions) // 2
         first_line = self._number(code + layout.first_line, 4)
         line = find_line(lines, first_line, unit) or first_line
-        return PythonFrame(name, file, max(1, min(line, _MAX_LINE)))
+        return Frame(name, file, max(1, min(line, _MAX_LINE)))
 
     def _interpreter(self) -> tuple[Mapping, Elf, int]:
         """Returns the file with the interpreter, and its load offset."""
@@ -318,15 +319,12 @@ class PythonFrames:
             {1: "latin-1", 2: "utf-16-le", 4: "utf-32-le"}[kind], errors="replace"
         )
 
-    def _require_address(self, address: int) -> None:
-        if not 0 < address < 1 << 62:
-            raise OSError(errno.EFAULT, "no address")
-
     def _number(self, address: int, size: int = 8) -> int:
         return int.from_bytes(self._read(address, size), "little")
 
     def _read(self, address: int, size: int) -> bytes:
-        self._require_address(address)
+        if not 0 < address < 1 << 62:
+            raise OSError(errno.EFAULT, "no address")
         content = os.pread(self._memory, size, address)
         if len(content) < size:
             raise OSError(errno.ESRCH, "the process has ended")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from traceloom.capture.recorder import (
     choose_budget,
     guard_errors,
     is_of_program,
-    read_free_bytes,
 )
 from traceloom.capture.settings import Settings
 
@@ -149,48 +146,19 @@ def test_the_lock_is_free_after_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("free", "expected"),
-    [(0, 0), (1_000_000_000, 50_000_000), (10_240_000_000, 512_000_000), (10**13, 512_000_000)],
+    [
+        (None, 512_000_000),
+        (0, 0),
+        (1_000_000_000, 50_000_000),
+        (10_240_000_000, 512_000_000),
+        (10**13, 512_000_000),
+    ],
 )
 def test_recording_takes_a_twentieth_of_what_is_free_and_never_much(
-    free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    free: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "read_free_bytes", lambda: free)
+    monkeypatch.setattr(recorder, "get_free_memory", lambda: free)
     assert choose_budget(Settings("x")) == expected
     assert choose_budget(Settings("x", max_memory=7)) == 7
     assert choose_budget(Settings("x", max_memory=10**12)) == 10**12
     assert choose_budget(Settings("x", max_memory=0)) == 0
-
-
-@pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A host with 8 GB available, in whose folder the files of a group can be put."""
-
-    def opened(path: str, **_: Any) -> io.StringIO:
-        assert path == "/proc/meminfo"
-        return io.StringIO("MemTotal: 16000000 kB\nMemFree: 1 kB\nMemAvailable:    8000000 kB\n")
-
-    monkeypatch.setattr(recorder, "open", opened, raising=False)
-    monkeypatch.setattr(recorder, "Path", lambda path: tmp_path / str(path).lstrip("/"))
-    folder = tmp_path / "sys" / "fs" / "cgroup"
-    folder.mkdir(parents=True)
-    return folder
-
-
-def test_what_is_free_is_what_the_host_has_or_its_container(host: Path) -> None:
-    assert read_free_bytes() == 8_192_000_000
-    (host / "memory.max").write_text("max\n")
-    (host / "memory.current").write_text("5000\n")
-    assert read_free_bytes() == 8_192_000_000
-    (host / "memory.max").write_text("1000000000\n")
-    (host / "memory.current").write_text("400000000\n")
-    assert read_free_bytes() == 600_000_000
-    (host / "memory.current").write_text("1200000000\n")
-    assert read_free_bytes() == 0
-    (host / "memory.max").write_text("99000000000000\n")
-    assert read_free_bytes() == 8_192_000_000
-    (host / "memory.max").write_text("odd\n")
-    assert read_free_bytes() == 8_192_000_000
-
-
-def test_what_is_free_on_this_machine_is_a_number() -> None:
-    assert 0 <= read_free_bytes() < 2**50

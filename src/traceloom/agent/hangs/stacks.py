@@ -15,7 +15,8 @@ from traceloom.agent.ownership.environment import LOCAL_WORLD_SIZE
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.profilers.base import ProfilerError
-from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
+from traceloom.system.python_frames import Frame
 from traceloom.system.units import format_ranges
 
 MAX_DUMPED_PROCESSES = 256

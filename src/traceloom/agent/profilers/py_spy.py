@@ -24,6 +24,7 @@ from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.errors import InputError, TraceloomError
 from traceloom.system.gzip_stream import write_gzip
+from traceloom.system.python_frames import Frame
 
 _HINT_RIGHTS = "run the agent as root, or set kernel.yama.ptrace_scope to 0"
 _ERROR_BYTES = 1 << 16
@@ -157,14 +158,6 @@ _PYTHON_S, _NATIVE_S = (
     10.0,
     60.0,
 )  # time-outs; native symbols of torch are hundreds of MB
-
-
-class Frame(NamedTuple):
-    """A call: of Python, or native with the library as its file and line 0."""
-
-    function: str
-    file: str
-    line: int
 
 
 class ThreadStack(msgspec.Struct, frozen=True, kw_only=True):

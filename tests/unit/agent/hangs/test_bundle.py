@@ -29,8 +29,9 @@ from traceloom.agent.hangs.bundle import (
 from traceloom.agent.hangs.detector import Hang, HungProcess
 from traceloom.agent.hangs.stacks import group_stacks
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
 from traceloom.analyze.stuck_jobs import FlightVerdict
+from traceloom.system.python_frames import Frame
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the agent is for Linux")
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"

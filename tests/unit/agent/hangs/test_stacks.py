@@ -18,7 +18,8 @@ from traceloom.agent.hangs.stacks import (
     group_stacks,
 )
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.profilers.py_spy import Frame, StackDump, ThreadStack
+from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
+from traceloom.system.python_frames import Frame
 from traceloom.system.units import format_ranges
 
 TORCH = "/usr/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
