@@ -7,12 +7,15 @@ import pytest
 
 from traceloom.analyze.host_events import (
     HOST_INTERVALS_SCHEMA,
+    find_user_frame,
     fold_stack,
     is_user_frame,
     measure_frame_time,
+    measure_sampled_frame_time,
     parse_frame_places,
 )
 from traceloom.testing import TraceBuilder
+from traceloom.trace.session import SAMPLES_SCHEMA
 
 Table = dict[tuple[str, str | None], int]
 
@@ -144,3 +147,78 @@ def test_places_of_frames() -> None:
         pl.Series(["a/b.py(12): f", "C:\\x (1)\\b.py(3): g", "aten::add"])
     ).rows()
     assert rows == [("f", "a/b.py", 12), ("g", "C:\\x (1)\\b.py", 3), ("aten::add", None, None)]
+
+
+def seen_table(
+    builder: TraceBuilder,
+    looks: list[tuple[float, float, list[str]]],
+    *stretches: tuple[float, float],
+) -> Table:
+    """As `table`, estimated from looks (when and for how long, in microseconds, and the stack)."""
+    trace = builder.build()
+    samples = pl.DataFrame(
+        [
+            (0, 1, 1, "", round(at * 1000), round(period * 1000), stack)
+            for at, period, stack in looks
+        ],
+        schema=SAMPLES_SCHEMA,
+        orient="row",
+    )
+    rows = [(0, round(start * 1000), round(end * 1000)) for start, end in stretches]
+    (held,) = measure_sampled_frame_time(
+        trace, samples, [pl.DataFrame(rows, schema=HOST_INTERVALS_SCHEMA, orient="row")]
+    )
+    return {(frame, inside): ns // 1000 for frame, inside, ns in held.rows()}
+
+
+SLOW = ["/u/train.py(1): <module>", "/u/train.py(8): slow"]
+LOADS = [*SLOW, "/opt/lib/python3.11/site-packages/PIL/Image.py(3): resize"]
+
+
+def test_looks_into_stretches_share_their_time() -> None:
+    builder = TraceBuilder().op("aten::add", 0, 100)
+    looks = [(10, 10, SLOW), (20, 10, LOADS), (30, 10, SLOW), (40, 10, SLOW), (90, 10, LOADS[:1])]
+    # Two stretches of 20 us together, with four looks; what was seen elsewhere does not count.
+    assert seen_table(builder, looks, (5, 15), (18, 32), (40, 42)) == {
+        ("/u/train.py(8): slow", None): 19,  # three of four looks into 26 us
+        ("/u/train.py(8): slow", LOADS[-1]): 6,
+    }
+    assert seen_table(builder, looks[:2], (0, 100)) == {}  # too few
+    assert seen_table(builder, [], (0, 100)) == {}
+    assert seen_table(builder, looks) == {}
+
+
+def test_a_stack_that_stays_counts_look_after_look() -> None:
+    builder = TraceBuilder().op("aten::add", 0, 100_000)
+    looks = [(0, 30_000, SLOW), (30_000, 10_000, LOADS[:1])]
+    assert seen_table(builder, looks, (0, 100_000)) == {
+        ("/u/train.py(8): slow", None): 75_000,
+        ("/u/train.py(1): <module>", None): 25_000,
+    }
+
+
+def test_looks_into_other_steps_count_where_they_were_in_these() -> None:
+    builder = TraceBuilder()
+    for step, (start, wide) in enumerate([(0, 1), (100, 2), (300, 1)]):
+        builder.step(step, start, 100 * wide)
+        builder.op("aten::mm", start + 10 * wide, 10 * wide)
+        builder.op("aten::add", start + 60 * wide, 10 * wide)
+    # Between the two operators of each step, 40 us behind the first one, and once before them.
+    looks = [(50, 1, SLOW), (180, 1, SLOW), (345, 1, SLOW), (305, 1, LOADS)]
+    assert seen_table(builder, looks, (20, 60)) == {("/u/train.py(8): slow", None): 40}
+    # A step with other events says nothing of this one.
+    builder.op("aten::sum", 380, 5)
+    assert seen_table(builder, looks, (20, 60)) == {}
+
+
+@pytest.mark.parametrize(
+    ("stack", "where"),
+    [
+        (LOADS, "/u/train.py(8): slow"),
+        ([*SLOW, "/u/traceloom/capture/recorder.py(9): called"], "/u/train.py(8): slow"),
+        (LOADS[2:], LOADS[2]),
+        ([], None),
+    ],
+)
+def test_the_users_line_is_the_innermost_of_their_own(stack: list[str], where: str | None) -> None:
+    assert find_user_frame(stack) == where
