@@ -334,6 +334,12 @@ HOST_INTERVALS_SCHEMA = pl.Schema(
     {"lane": pl.UInt32(), "start_ns": pl.Int64(), "end_ns": pl.Int64()}
 )
 FRAME_TIME_SCHEMA = pl.Schema({"frame": pl.String(), "inside": pl.String(), "ns": pl.Int64()})
+_LOOKS_SCHEMA = {
+    "lane": pl.Int64(),
+    "time_ns": pl.Int64(),
+    "frame": pl.String(),
+    "inside": pl.String(),
+}
 _LOOK_COLUMNS = ["thread", "time_ns", "period_ns", "stack"]
 _LOOK_NS = 10_000_000  # between looks, where a stack stayed the same
 _MIN_LOOKS = 3  # into the intervals of a lane: fewer say nothing about their time
@@ -521,10 +527,10 @@ def measure_sampled_frame_time(
             (lane, time_ns + number * _LOOK_NS, frame, inside)
             for number in range(max(1, period_ns // _LOOK_NS))
         ]
-    table = pl.DataFrame(looks, schema=["lane", "time_ns", "frame", "inside"], orient="row")
+    table = pl.DataFrame(looks, schema=_LOOKS_SCHEMA, orient="row")
     table = table.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))
     lane_span = _measure_lane_span(trace)
-    look_lanes = table["lane"].cast(pl.Int64).to_numpy()
+    look_lanes = table["lane"].to_numpy()
     at = table["time_ns"].to_numpy() - trace.start_ns + look_lanes * lane_span
     tables = []
     for intervals in interval_sets:

@@ -79,6 +79,7 @@ class Rank(Struct, kw_only=True):
     incidental: bool | None = None
     collectives: Texts | None = None
     thread_cpu: Texts | None = None
+    stack_samples: Texts | None = None
     live_bytes_at_start: dict[str, BoundedInt] | None = None
     live_storages_at_start: Texts | None = None
     live_storages_at_end: Texts | None = None

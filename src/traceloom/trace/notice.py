@@ -113,7 +113,7 @@ class HotFrame:
     Attributes:
         name: The function; a built-in function as recorded.
         file: Its file, as recorded; None if it has none.
-        line: Its first line.
+        line: Its first line; where stacks were sampled, the line that ran.
         time_ns: Its time over all ranks, without the time of other listed frames.
         share: Share of the finding's host time.
         inside: A direct or indirect callee with at least half of that time; None if there is none.

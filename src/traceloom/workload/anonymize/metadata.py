@@ -265,8 +265,14 @@ _NOTICES = frozenset(
         "sources-left-out",
     )
 )
-# Owners of memory: addresses, and names of modules and parameters.
-_LEFT_OUT = ("live_storages_at_start", "live_storages_at_end", "out_of_memory", "allocators_at_end")
+# Owners of memory: addresses, and names of modules and parameters; a file that is left behind.
+_LEFT_OUT = (
+    "live_storages_at_start",
+    "live_storages_at_end",
+    "out_of_memory",
+    "allocators_at_end",
+    "stack_samples",
+)
 
 
 class CaptureRewriter:
