@@ -340,7 +340,6 @@ _LOOKS_SCHEMA = {
     "frame": pl.String(),
     "inside": pl.String(),
 }
-_LOOK_COLUMNS = ["thread", "time_ns", "period_ns", "stack"]
 _LOOK_NS = 10_000_000  # between looks, where a stack stayed the same
 _MIN_LOOKS = 3  # into the intervals of a lane: fewer say nothing about their time
 # Work of the recorder is not the program's
@@ -518,7 +517,9 @@ def measure_sampled_frame_time(
     """
     lanes = dict(trace.lanes.filter(pl.col("kind") == "host")[["thread", "lane"]].rows())
     looks = []
-    for thread, time_ns, period_ns, stack in samples[_LOOK_COLUMNS].iter_rows():
+    for thread, time_ns, period_ns, stack in samples[
+        ["thread", "time_ns", "period_ns", "stack"]
+    ].iter_rows():
         frame, lane = find_user_frame(stack), lanes.get(str(thread))
         if frame is None or lane is None:
             continue
@@ -527,8 +528,9 @@ def measure_sampled_frame_time(
             (lane, time_ns + number * _LOOK_NS, frame, inside)
             for number in range(max(1, period_ns // _LOOK_NS))
         ]
-    table = pl.DataFrame(looks, schema=_LOOKS_SCHEMA, orient="row")
-    table = table.filter(pl.col("time_ns").is_between(trace.start_ns, trace.end_ns))
+    table = pl.DataFrame(looks, schema=_LOOKS_SCHEMA, orient="row").filter(
+        pl.col("time_ns").is_between(trace.start_ns, trace.end_ns)
+    )
     lane_span = _measure_lane_span(trace)
     look_lanes = table["lane"].to_numpy()
     at = table["time_ns"].to_numpy() - trace.start_ns + look_lanes * lane_span

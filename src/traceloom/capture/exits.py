@@ -115,8 +115,6 @@ class Watch:
 
     def __init__(self, check: Callable[[], bool]) -> None:
         self._check = check
-        self._wake = _thread.allocate_lock()
-        self._ended = _thread.allocate_lock()
         self._running = False
 
     def start(self) -> None:

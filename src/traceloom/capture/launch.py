@@ -77,7 +77,7 @@ class Launch:
             raise
         self._place = Path(self._settings.directory)
         self._notes = self._place / writing.NOTES
-        self._sampler = None if settings.stacks else StackSampler(self._notes)
+        self._sampler = StackSampler(self._notes, wanted=not settings.stacks)
 
     def _holds_capture(self, *, force: bool) -> bool:
         """Whether there is a capture in the directory already, which only `force` replaces."""
@@ -127,8 +127,7 @@ class Launch:
             reached(process)
             status = self._status = process.wait()
             writing.wait_for_writers(self._notes)
-            if self._sampler is not None:
-                self._sampler.stop()
+            self._sampler.stop()
             with contextlib.suppress(OSError, ValueError):  # only the diagnosis suffers
                 for path in self._notes.iterdir():
                     self._reached.add(path.name)
@@ -188,8 +187,7 @@ class Launch:
         complete = True
         try:
             manifest.drop_incidental(self._place)
-            if self._sampler is not None:
-                self._sampler.save(self._place)
+            self._sampler.save(self._place)
             ranks = manifest.merge(self._place, run)["ranks"]
             if self._place != self._directory:
                 complete = not any(

@@ -428,9 +428,6 @@ class CaptureOutput:
             rank, size = 0, 1
         recorded = vars(self._recorded) if self._recorded is not None else {}
         census = recorded.get("census")
-        reason_for_no_samples = "no `traceloom record` beside it looked at this process"
-        if self._settings.stacks:
-            reason_for_no_samples = "stacks were recorded in the process itself"
         if self._graph is not None:
             self._graph["duration_ns"] = graph_ns[-1] if graph_ns else None
         return {
@@ -453,7 +450,10 @@ class CaptureOutput:
             "steps": self._table("steps", self._log.to_dict(), "start_ns"),
             "collectives": self._table("collectives", recorded.get("collectives"), "start_ns"),
             "thread_cpu": self._table("thread_cpu", recorded.get("thread_cpu"), "thread"),
-            "stack_samples": {"file": None, "reason": reason_for_no_samples},
+            "stack_samples": {
+                "file": None,
+                "reason": "no `traceloom record` has looked from outside",
+            },
             "live_bytes_at_start": None if census is None else count_live_bytes(census),
             "live_storages_at_start": census,
             "live_storages_at_end": recorded.get("last_census"),

@@ -297,7 +297,7 @@ def defines_modules() -> bool:
     )
 
 
-def _iterate_subclasses(kind: type) -> Iterator[type]:
+def _iterate_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for below in kind.__subclasses__():
         yield below
         yield from _iterate_subclasses(below)

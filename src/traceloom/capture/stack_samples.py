@@ -83,13 +83,17 @@ class StackSampler:
 
     Args:
         notes: The directory in which the processes find the pipe.
+        wanted: Whether to look at all: not where the processes themselves record stacks.
     """
 
-    def __init__(self, notes: Path) -> None:
+    def __init__(self, notes: Path, *, wanted: bool = True) -> None:
         self._seen: dict[int, SampledProcess] = {}
         self._reasons: dict[int, str] = {}  # why a process is not looked at
         self._reason = "the process did not say when its window opened"
         self._thread = threading.Thread(target=self._run, daemon=True)
+        if not wanted:
+            self._reason = "stacks were recorded in the process itself"
+            return
         try:
             os.mkfifo(notes / writing.WINDOWS)
             self._pipe = os.open(notes / writing.WINDOWS, os.O_RDWR | os.O_NONBLOCK)

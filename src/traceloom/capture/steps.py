@@ -138,11 +138,9 @@ class StepLog:
     """
 
     def __init__(self, now: Instant) -> None:
-        self._starts = array("q")
-        self._durations = array("q")
-        self._ran = array("q")
-        self._memory = array("q")
-        self._device_memory = array("q")
+        self._columns = [array("q") for _ in range(5)]
+        # Durations come last: their number is that of the steps that are whole.
+        self._starts, self._ran, self._memory, self._device_memory, self._durations = self._columns
         self._marks = bytearray()
         self._now = now
 
@@ -159,15 +157,13 @@ class StepLog:
         -1: not read.
         """
         begin, number = self._now, self.number
+        ran_ns = now.ran_ns - begin.ran_ns if now.thread == begin.thread else -1
+        duration_ns = now.steady_ns - begin.steady_ns
         # A signal may have come between two of these lines the last time.
-        del self._starts[number:], self._ran[number:], self._marks[number:]
-        del self._memory[number:], self._device_memory[number:]
-        self._memory.append(memory)
-        self._device_memory.append(device_memory)
-        self._starts.append(begin.unix_ns)
-        self._ran.append(now.ran_ns - begin.ran_ns if now.thread == begin.thread else -1)
-        self._marks.append(_CODES.index(mark))
-        self._durations.append(now.steady_ns - begin.steady_ns)
+        self._marks[number:] = bytes([_CODES.index(mark)])
+        row = (begin.unix_ns, ran_ns, memory, device_memory, duration_ns)
+        for column, value in zip(self._columns, row, strict=True):
+            column[number:] = array("q", [value])
 
     def restart(self) -> None:
         """Forget the steps so far: they become the beginning of the running one."""
@@ -178,8 +174,9 @@ class StepLog:
             self._now = Instant(
                 self._starts[0], now.steady_ns - back_ns, thread, now.ran_ns - sum(ran)
             )
-        del self._starts[:], self._durations[:], self._ran[:], self._marks[:]
-        del self._memory[:], self._device_memory[:]
+        del self._marks[:]
+        for column in self._columns:
+            del column[:]
 
     def relabel(self, first: int, end: int, before: Mark, after: Mark) -> None:
         """Steps `first` to `end - 1` that are marked `before` become `after`."""
@@ -216,8 +213,7 @@ class ThreadTimes:
     """How long each Python thread of the program had run at some moments of the recording."""
 
     def __init__(self) -> None:
-        self._threads, self._times = array("q"), array("q")
-        self._run, self._waited = array("q"), array("q")
+        self._values = array("q")  # of one sample after the other
 
     def sample(self) -> None:
         """Notes it for all threads; nothing where the system does not tell."""
@@ -225,10 +221,7 @@ class ThreadTimes:
             native = thread.native_id
             spent = None if native is None else _read_scheduler(f"/proc/self/task/{native}")
             if native is not None and spent is not None:
-                self._threads.append(native)
-                self._times.append(time.time_ns())
-                self._run.append(spent[0])
-                self._waited.append(spent[1])
+                self._values.extend((native, time.time_ns(), *spent))
 
     def to_columns(self) -> dict[str, list[int]] | None:
         """The samples as columns of one length in the order of time, or None where there are none.
@@ -236,14 +229,12 @@ class ThreadTimes:
         `thread` is the system's id, `time_ns` Unix time, `cpu_ns` how long the thread has run since
         it began, `waited_ns` how long it could have run, but others had the processors.
         """
-        if not self._threads:
+        if not self._values:
             return None
         self.sample()
+        names = ("thread", "time_ns", "cpu_ns", "waited_ns")
         return {
-            "thread": self._threads.tolist(),
-            "time_ns": self._times.tolist(),
-            "cpu_ns": self._run.tolist(),
-            "waited_ns": self._waited.tolist(),
+            name: self._values[column :: len(names)].tolist() for column, name in enumerate(names)
         }
 
 

@@ -78,10 +78,8 @@ def announce_window(directory: Path, word: str) -> None:
     with contextlib.suppress(OSError):  # nobody looks
         # As a reader, too: neither can block, and no signal comes where the other one is gone.
         pipe = os.open(directory / NOTES / WINDOWS, os.O_RDWR | os.O_NONBLOCK)
-        try:
-            os.write(pipe, f"{word} {os.getpid()} {read_process_namespace()}\n".encode())
-        finally:
-            os.close(pipe)
+        with os.fdopen(pipe, "wb", buffering=0) as file:
+            file.write(f"{word} {os.getpid()} {read_process_namespace()}\n".encode())
 
 
 @contextlib.contextmanager

@@ -132,8 +132,6 @@ class PythonFrames:
         except OSError:
             os.close(self._memory)
             raise
-        namespaces = [(self._proc / name / "ns/pid").readlink() for name in ("self", str(process))]
-        self._same_numbers = namespaces[0] == namespaces[1]
 
     def threads(self) -> dict[int, PythonThread | None]:
         """Returns its threads by their kernel ids; None if a thread is not one of Python, or is
@@ -153,11 +151,8 @@ class PythonFrames:
         inner_numbers: dict[int, int] = {}
         for task in (self._proc / str(self._process) / "task").iterdir():
             number = int(task.name)
-            if self._same_numbers:
-                inner = number
-            elif number in self._inner:
-                inner = self._inner[number]
-            else:
+            inner = self._inner.get(number)
+            if inner is None:
                 status = (task / "status").read_bytes()
                 inner = int(status.partition(b"\nNSpid:")[2].partition(b"\n")[0].split()[-1])
             state = states.get(inner)

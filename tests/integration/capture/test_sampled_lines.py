@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import traceloom
 from traceloom.findings import findings
-
-from .conftest import TRAIN
 
 pytestmark = [
     pytest.mark.torch,
@@ -56,15 +55,13 @@ for number, _ in enumerate(torch.utils.data.DataLoader(Slow())):
     compute()
     if 3 < number < 7: tell_state()
 """
-LINES = {
-    line.rpartition("  # ")[2]: number
-    for number, line in enumerate((TRAIN + PROGRAM).splitlines(), 1)
-    if "  # " in line
-}
 
 
 def test_findings_name_the_slow_lines_and_the_program_is_as_it_was(recorder: Any) -> None:
-    command = [sys.executable, recorder.script(PROGRAM)]
+    script = recorder.script(PROGRAM)
+    code = enumerate(Path(script).read_text().splitlines(), 1)
+    slow = {line.rpartition("  # ")[2]: number for number, line in code if "  # " in line}
+    command = [sys.executable, script]
     plain = recorder.plain(command)
     run = recorder.record(command, "--max-memory", "4GB")
     assert (run.code, run.out) == (plain.code, plain.out), run.err
@@ -79,6 +76,6 @@ def test_findings_name_the_slow_lines_and_the_program_is_as_it_was(recorder: Any
         for finding in findings(session).time
         if finding.frames and str(finding.frames[0].file).endswith("/script.py")
     }
-    assert lines["data-starved"] == LINES["the loader"]
-    assert LINES["the elements"] in lines.values()
-    assert LINES["the loop"] in lines.values()
+    assert lines["data-starved"] == slow["the loader"]
+    assert slow["the elements"] in lines.values()
+    assert slow["the loop"] in lines.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import polars as pl
 import pytest
 
@@ -151,7 +153,7 @@ def test_places_of_frames() -> None:
 
 def seen_table(
     builder: TraceBuilder,
-    looks: list[tuple[float, float, list[str]]],
+    looks: Sequence[tuple[float, float, list[str]]],
     *stretches: tuple[float, float],
 ) -> Table:
     """As `table`, estimated from looks (when and for how long, in microseconds, and the stack)."""

@@ -38,7 +38,7 @@ def main(directory):
     began = time.time_ns()
     writing.announce_window(directory, writing.OPENS)
     print(began, threading.get_native_id(), other.native_id, flush=True)
-    sys.stdin.readline()
+    sys.stdin.readline()  # the window
     writing.announce_window(directory, writing.CLOSES)
     print(time.time_ns(), flush=True)
     release.set()
@@ -108,7 +108,7 @@ def test_the_threads_of_a_grandchild_are_seen_in_its_window_alone(place: Path) -
         seen[number] |= {tuple(document["frames"][frame]) for frame in stack}
         times_ns += [at_ns, at_ns + period_ns]
     path = str(script)
-    assert ("main", path, LINES["sys.stdin.readline()"] - 4) in seen[main]
+    assert ("main", path, LINES["sys.stdin.readline()  # the window"]) in seen[main]
     assert ("<module>", path, LINES["main(Path(sys.argv[1]))"]) in seen[main]
     assert ("wait_here", path, LINES["line.wait()"]) in seen[other]
     assert all(function != "main" for function, *_ in seen[other])
@@ -203,3 +203,10 @@ def test_where_there_is_no_pipe_the_reason_says_so(tmp_path: Path) -> None:
     write_part(tmp_path, 1, 0, 1)
     told, _ = save(sampler, tmp_path)
     assert told["reason"].startswith("there is no pipe to say when a window opens: ")
+
+
+def test_where_processes_record_stacks_themselves_nobody_looks(place: Path) -> None:
+    sampler = StackSampler(place / writing.NOTES, wanted=False)
+    assert not (place / writing.NOTES / writing.WINDOWS).exists()
+    write_part(place, 1, 0, 1)
+    assert save(sampler, place)[0]["reason"] == "stacks were recorded in the process itself"
