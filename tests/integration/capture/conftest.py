@@ -73,9 +73,11 @@ class Run:
 
     @property
     def files(self) -> set[str]:
-        return (
-            {path.name for path in self.directory.iterdir()} if self.directory.exists() else set()
-        )
+        """Its files, but those of stacks: whether there are any depends on how long its steps took."""
+        if not self.directory.exists():
+            return set()
+        names = {path.name for path in self.directory.iterdir()}
+        return {name for name in names if not name.endswith(".stacks.json.gz")}
 
     @property
     def ours(self) -> list[str]:
