@@ -45,8 +45,10 @@ ROOMS = (
 )
 FOR_CAPTURE = {
     "traceloom.errors",
+    "traceloom.system.elf",
     "traceloom.system.lazy_import",
     "traceloom.system.process",
+    "traceloom.system.python_frames",
     "traceloom.system.sanitize",
     "traceloom.system.service_address",
 }  # imported into the user's process: the standard library alone
