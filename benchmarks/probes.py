@@ -31,11 +31,11 @@ from pathlib import Path
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
 from traceloom.agent.probes.calls import CallProbes, ProbedCall, explain_unsupported
-from traceloom.agent.probes.elf import open_mapped, read_mappings
-from traceloom.agent.probes.python_frames import PythonFrames
 from traceloom.agent.probes.steps import StepProbes
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.profilers.base import AllocationsProfiler, Window
+from traceloom.system.elf import open_mapped, read_mappings
+from traceloom.system.python_frames import PythonFrames
 
 LIMIT = 0.01  # of a step
 JOB = """
