@@ -29,8 +29,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from traceloom.agent.ownership.model import Process
-from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
-from traceloom.agent.probes.calls import CallProbes, ProbedCall, explain_unsupported
+from traceloom.agent.probes.calls import (
+    MOST_IN_WINDOW,
+    CallProbes,
+    CallStacks,
+    ProbedCall,
+    explain_unsupported,
+)
 from traceloom.agent.probes.steps import StepProbes
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.profilers.base import AllocationsProfiler, Window

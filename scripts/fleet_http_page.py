@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from made_page import write_or_check
 
-from traceloom.fleet.service.app import ROUTES
+from traceloom.fleet.service.service import ROUTES
 from traceloom.server.routing import build_openapi_document
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "fleet-http.md"

@@ -31,7 +31,7 @@ from support.waiting import until
 from traceloom.cli import main
 from traceloom.errors import TraceloomError
 from traceloom.fleet.portal.app import PAGES
-from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
+from traceloom.fleet.service.service import ROUTES as FLEET_ROUTES
 from traceloom.fleet.store.captures import ROLES, ServiceState
 from traceloom.fleet.store.tables import Tables
 from traceloom.testing.fleet_weeks import TEAMS, WeeksRecipe, build_weeks

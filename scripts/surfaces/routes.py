@@ -13,7 +13,7 @@ import msgspec
 from answers import Describer, digest
 
 from traceloom.agent.handlers.telemetry import ROUTES as AGENT_ROUTES
-from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
+from traceloom.fleet.service.service import ROUTES as FLEET_ROUTES
 from traceloom.server.problem import METRICS_PATH
 
 TIME = {

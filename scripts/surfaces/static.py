@@ -31,8 +31,7 @@ from traceloom.agent.metrics import METRICS, PREFIX
 from traceloom.cli import build_parser, render_overview
 from traceloom.fleet.portal.app import PAGES
 from traceloom.fleet.rules import FleetRules, OwnerRule, Prices
-from traceloom.fleet.service.app import ROUTES as FLEET_ROUTES
-from traceloom.fleet.service.service import FLEET_METRICS
+from traceloom.fleet.service.service import FLEET_METRICS, ROUTES as FLEET_ROUTES
 from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.schema import SCHEMAS as FLEET_SCHEMAS
 from traceloom.graph.graph import GRAPH_SCHEMAS

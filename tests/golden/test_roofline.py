@@ -17,7 +17,7 @@ from support.public_traces import DATA, NEEDS_TRACES, TRACES, trace_of
 from traceloom.analyze.modelled_calls import find_modelled_calls
 from traceloom.analyze.roofline import roofline, select_modelled_work
 from traceloom.report import ReportOptions, build
-from traceloom.report.sections.roofline import SECTION
+from traceloom.report.sections.device_rates import SECTION
 from traceloom.trace.session import Session
 
 pytestmark = NEEDS_TRACES

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
+from traceloom.agent.triggers.store import DAY_NS
 from traceloom.fleet.rules import FleetBudget
-from traceloom.fleet.triggers import DAY_NS, FleetCharge, FleetLedger
+from traceloom.fleet.triggers import FleetCharge, FleetLedger
 
 MADE = 10_000  # steps of each job in a day
 COOLDOWN_S = 3000.0

@@ -18,14 +18,14 @@ import msgspec
 from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
 from traceloom.agent.api import Check, HistoryQuery, SeriesResponse, StatusResponse, StepsBody
 from traceloom.agent.audit import AuditLog
-from traceloom.agent.collectors.cgroups import OomKill
+from traceloom.agent.collectors.host import OomKill
 from traceloom.agent.config import AgentPaths, Config
 from traceloom.agent.database import RequestStore
 from traceloom.agent.handlers.app import build_app
 from traceloom.agent.hangs.service import HangService
 from traceloom.agent.hangs.stacks import GroupedStacks, group_stacks
 from traceloom.agent.history import History
-from traceloom.agent.kineto.server import ProfilerRegistry
+from traceloom.agent.kineto import ProfilerRegistry
 from traceloom.agent.metrics import METRICS, HistogramReading, Reading
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.py_spy import StackDump, ThreadStack

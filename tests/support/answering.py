@@ -12,10 +12,9 @@ import uvicorn
 
 from support.waiting import until
 from traceloom.cli.upload import FleetClient
-from traceloom.fleet.service.app import build_fleet_app
 from traceloom.fleet.service.executors import create_engine
 from traceloom.fleet.service.requests import HostRegistry
-from traceloom.fleet.service.service import FleetService, ServiceLimits
+from traceloom.fleet.service.service import FleetService, ServiceLimits, build_fleet_app
 from traceloom.fleet.store.captures import Role, ServiceState
 from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.schema import SCHEMAS, compute_usage_hours, compute_usage_minutes

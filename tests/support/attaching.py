@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from traceloom.agent.kineto.server import read_parent_and_start
+from traceloom.agent.kineto import read_parent_and_start
 from traceloom.agent.ownership.model import Owner, Process
 
 # It trains until it is told otherwise. What is there before the first step is there after every trace.

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from support.once import alone, shared_folder
-from traceloom.fleet.demo.data import build_recipe, fill_demo
-from traceloom.fleet.demo.serving import open_demo_directory
+from traceloom.fleet.demo import build_recipe, fill_demo, open_demo_directory
 from traceloom.fleet.store.captures import ServiceState
 from traceloom.fleet.store.objects import ObjectStore
 from traceloom.fleet.store.tables import Tables

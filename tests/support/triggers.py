@@ -15,7 +15,7 @@ import msgspec
 from traceloom.agent.audit import AuditLog
 from traceloom.agent.config import AnyRule, Config, Traces, TriggerBudget
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
+from traceloom.agent.kineto import ProfilerClient, ProfilerRegistry
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.snapshot import Snapshot

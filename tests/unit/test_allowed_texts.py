@@ -17,7 +17,7 @@ from traceloom.agent.fleet_link import protocol  # noqa: E402
 from traceloom.fleet.api import TokenBody  # noqa: E402
 from traceloom.fleet.questions.declaration import GroupedQuery  # noqa: E402
 from traceloom.fleet.rules import FleetRules  # noqa: E402
-from traceloom.fleet.service.app import ROUTES  # noqa: E402
+from traceloom.fleet.service.service import ROUTES  # noqa: E402
 from traceloom.server.problem import make_bad_request  # noqa: E402
 
 

@@ -40,10 +40,8 @@ from traceloom.agent.api import (
     StepsBody,
 )
 from traceloom.agent.audit import AuditLog
-from traceloom.agent.collectors.cgroups import Cgroups
 from traceloom.agent.collectors.collector import Collector
-from traceloom.agent.collectors.host import create_host_collectors
-from traceloom.agent.collectors.owned_processes import OwnedProcessCollector, collect_jobs
+from traceloom.agent.collectors.host import Cgroups, create_host_collectors
 from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import AgentPaths, Config
 from traceloom.agent.database import RequestStore
@@ -54,12 +52,13 @@ from traceloom.agent.hangs.bundle import find_collective_waits
 from traceloom.agent.hangs.service import HangService
 from traceloom.agent.hangs.stacks import GroupedStacks, collect_stacks, group_stacks
 from traceloom.agent.history import History, Points, merge_series
-from traceloom.agent.kineto.server import KinetoSockets, ProfilerClient, ProfilerRegistry
+from traceloom.agent.kineto import KinetoSockets, ProfilerClient, ProfilerRegistry
 from traceloom.agent.metrics import HistogramReading, Reading
 from traceloom.agent.ownership.environment import get_job_variables
 from traceloom.agent.ownership.model import Process
+from traceloom.agent.ownership.resolver import OwnedProcessCollector, collect_jobs
 from traceloom.agent.profilers.telemetry import TelemetryProfiler
-from traceloom.agent.publishers.otlp import OtlpPublisher
+from traceloom.agent.publishers import OtlpPublisher
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import ProbedStepClock, StepCounter
 from traceloom.agent.topline import JobAccounting, TracedFacts, collect_matrix_types

@@ -15,11 +15,11 @@ from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.api import Check
 from traceloom.agent.attach.injection import explain_attach_refusal
 from traceloom.agent.collectors.collector import Collector, read
-from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
 from traceloom.agent.config import AgentPaths, Config
-from traceloom.agent.kineto.server import ABSTRACT_SOCKET, SOCKET_NAME
+from traceloom.agent.kineto import ABSTRACT_SOCKET, SOCKET_NAME
 from traceloom.agent.ownership.environment import POLLED_DIRECTORY, POLLS
 from traceloom.agent.ownership.model import Process
+from traceloom.agent.ownership.resolver import OwnedProcessCollector
 from traceloom.agent.probes.calls import can_trace_others, explain_unsupported
 from traceloom.agent.profilers import py_spy
 from traceloom.agent.steps import ProbedStepClock
@@ -314,8 +314,7 @@ def _check_py_spy() -> Check:
 
 def examine_without_agent(config: Config, locations: AgentPaths) -> list[Check]:
     """Run the checks without a running agent: collectors are created, run once and closed."""
-    from traceloom.agent.collectors.cgroups import Cgroups
-    from traceloom.agent.collectors.host import create_host_collectors
+    from traceloom.agent.collectors.host import Cgroups, create_host_collectors
 
     accelerators = AcceleratorCollector(config)
     owned = OwnedProcessCollector(config, accelerators)

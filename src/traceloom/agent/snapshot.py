@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from traceloom.agent.accelerators.backend import Device, DeviceEvent, DeviceProcess
-from traceloom.agent.collectors.cgroups import OomKill
+from traceloom.agent.collectors.host import OomKill
 from traceloom.agent.metrics import METRICS, HistogramReading, Reading, SeriesKey
 from traceloom.agent.ownership.model import Process
 from traceloom.server.access import _OWNER_LABELS, Caller

@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         demo = None
         if args.demo:
-            from traceloom.fleet.demo.serving import DemoFleet
+            from traceloom.fleet.demo import DemoFleet
 
             demo = stack.enter_context(DemoFleet.open_store(args.store, args.state))
         store = args.store if demo is None else str(demo.directory.path)

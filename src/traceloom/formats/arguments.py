@@ -15,8 +15,7 @@ import polars as pl
 
 from traceloom.errors import InputError, UsageError
 from traceloom.formats.kineto_columns import parse_floats
-from traceloom.formats.repair import repair_event
-from traceloom.formats.resync import DamageLog
+from traceloom.formats.resync import DamageLog, repair_event
 from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.trace.array_types import Ints
 from traceloom.trace.trace import Trace

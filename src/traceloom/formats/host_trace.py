@@ -21,7 +21,6 @@ from traceloom.formats.inputs import FileHead, InputFile, detect_source
 from traceloom.formats.kineto_columns import parse_integer
 from traceloom.formats.kineto_fields import NULL
 from traceloom.formats.kineto_metadata import find_rank, merge_group_row, parse_whole_number
-from traceloom.formats.repair import repair_event
 from traceloom.formats.resync import (
     PARSE_ERRORS,
     DamageLog,
@@ -29,6 +28,7 @@ from traceloom.formats.resync import (
     EntryRecovery,
     JsonScanner,
     Span,
+    repair_event,
 )
 from traceloom.formats.text_stream import (
     TextBuffer,

@@ -15,8 +15,16 @@ from numpy.typing import NDArray
 from traceloom.errors import InputError
 from traceloom.formats.detect import describe_format, refuse_by_keys, refuse_list, refuse_start
 from traceloom.formats.kineto_fields import EXACT, FAST, decode_loosely, needs_text
-from traceloom.formats.repair import BETWEEN, EVENTS, EventRecovery, find_complete_end
-from traceloom.formats.resync import PARSE_ERRORS, DamageLog, JsonScanner, parse_error_offset
+from traceloom.formats.resync import (
+    BETWEEN,
+    EVENTS,
+    PARSE_ERRORS,
+    DamageLog,
+    EventRecovery,
+    JsonScanner,
+    find_complete_end,
+    parse_error_offset,
+)
 from traceloom.formats.text_stream import BraceIndex, TextBuffer, TextObserver, locate_entries
 from traceloom.system.text import replace_json_surrogates
 

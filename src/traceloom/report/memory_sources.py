@@ -45,9 +45,9 @@ from traceloom.formats.memory_files import (
     parse_rank,
     read_allocations,
     read_out_of_memory,
+    read_snapshot,
     read_timeline,
 )
-from traceloom.formats.memory_snapshot import read_snapshot
 from traceloom.report.document import UnknownValues
 from traceloom.system.files import remember_input, restore_addresses
 from traceloom.trace.frames import to_rows

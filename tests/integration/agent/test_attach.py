@@ -21,7 +21,7 @@ import pytest
 from support.attaching import UnpreparedProgram, described, tracer_of
 from support.waiting import until
 from traceloom.agent.attach.injection import explain_attach_refusal
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.attached import (
     AttachedMemoryProfiler,
@@ -31,7 +31,7 @@ from traceloom.agent.profilers.attached import (
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.timeline import TimelineOrder
 from traceloom.agent.traces.requests import LeaseTable
-from traceloom.formats.memory_snapshot import read_snapshot
+from traceloom.formats.memory_files import read_snapshot
 
 WHY = explain_attach_refusal()[0]
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(bool(WHY), reason=WHY)]

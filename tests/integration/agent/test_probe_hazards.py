@@ -21,8 +21,7 @@ import pytest
 from support.probes import compiled, needs_compiler, needs_probes
 from support.waiting import until
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.probes.call_stacks import CallStacks
-from traceloom.agent.probes.calls import RECORD, CallProbes, CallValue, ProbedCall
+from traceloom.agent.probes.calls import RECORD, CallProbes, CallStacks, CallValue, ProbedCall
 from traceloom.agent.probes.symbols import Symbols
 from traceloom.agent.profilers.base import AllocationsProfiler, Window
 from traceloom.system.elf import Elf, read_mappings

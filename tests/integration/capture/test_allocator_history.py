@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from traceloom.formats.memory_snapshot import read_snapshot
+from traceloom.formats.memory_files import read_snapshot
 from traceloom.report.memory import build_document
 from traceloom.report.memory_sources import read_memory_sources
 

@@ -15,7 +15,7 @@ from traceloom.agent.accelerators.backend import TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.nvml import NvmlAccelerator
 from traceloom.agent.config import Config
-from traceloom.agent.flops import MatrixTypes
+from traceloom.agent.topline import MatrixTypes
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from support.agent_server import ANNA, BERT, locations_in, process
 from support.prometheus import free_port
-from traceloom.agent import daemon
+from traceloom.agent import daemon, worker
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.api import HistoryQuery
 from traceloom.agent.config import Accelerators, Collect, Config, Otlp, Owners
@@ -255,7 +255,7 @@ def test_what_is_done_for_one_user_delays_no_other(
             await asyncio.to_thread(release.wait, 60)
         return StackDumps(dumps={}, reasons={})
 
-    monkeypatch.setattr(daemon.worker, "run", read)
+    monkeypatch.setattr(worker, "run", read)
     monkeypatch.setattr(daemon, "collect_stacks", look)
 
     async def live() -> None:

@@ -17,10 +17,10 @@ from support.host_tree import HostTree
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.api import Check
 from traceloom.agent.collectors.host import MemoryCollector
-from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
 from traceloom.agent.config import Config, Owners
 from traceloom.agent.doctor import examine_parts, examine_without_agent
 from traceloom.agent.metrics import Reading
+from traceloom.agent.ownership.resolver import OwnedProcessCollector
 from traceloom.agent.steps import ProbedStepClock
 from traceloom.server.settings import Tcp
 

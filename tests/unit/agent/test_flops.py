@@ -8,7 +8,7 @@ import pytest
 
 from support.devices import values
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.flops import (
+from traceloom.agent.topline import (
     PEAKS_FILE,
     FlopRate,
     MatrixTypes,

@@ -7,7 +7,6 @@ from hypothesis import given, strategies as st
 
 from support.devices import values
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Share
 from traceloom.agent.snapshot import Snapshot
@@ -15,6 +14,7 @@ from traceloom.agent.topline import (
     JOB_RETENTION_S,
     JobAccounting,
     JobTick,
+    MatrixTypes,
     TracedFacts,
     collect_matrix_types,
 )

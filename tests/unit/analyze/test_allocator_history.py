@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from traceloom.analyze.memory_answers import explain
-from traceloom.formats.memory_snapshot import parse_snapshot
+from traceloom.formats.memory_files import parse_snapshot
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import MemorySnapshot
 from traceloom.trace.trace import Trace

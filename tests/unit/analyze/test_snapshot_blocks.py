@@ -25,7 +25,7 @@ from traceloom.analyze.memory_blocks import (
 )
 from traceloom.analyze.memory_owners import CATEGORIES
 from traceloom.analyze.memory_snapshot import explain_snapshot
-from traceloom.formats.memory_snapshot import parse_snapshot
+from traceloom.formats.memory_files import parse_snapshot
 from traceloom.trace.session import MemorySnapshot
 
 MAIN = ("/u/train.py", 99, "<module>")

@@ -17,10 +17,11 @@ from traceloom.errors import InputError
 from traceloom.formats.memory_files import (
     CATEGORIES,
     detect_kind,
+    parse_snapshot,
     read_out_of_memory,
+    read_snapshot,
     read_timeline,
 )
-from traceloom.formats.memory_snapshot import parse_snapshot, read_snapshot
 from traceloom.formats.pickles import load_bytes
 
 STEP = ("/u/train.py", 10, "step")

@@ -12,7 +12,7 @@ import pytest
 
 from support.snapshots import SnapshotBuilder
 from traceloom.errors import InputError
-from traceloom.formats.memory_snapshot import parse_snapshot, read_snapshot
+from traceloom.formats.memory_files import parse_snapshot, read_snapshot
 from traceloom.trace.session import (
     SNAPSHOT_ACTIONS,
     SNAPSHOT_BLOCKS_SCHEMA,

@@ -9,7 +9,7 @@ import pytest
 
 from support.agent_server import ANNA, BERT, full_board
 from traceloom.agent.metrics import METRICS
-from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.publishers import render_openmetrics
 from traceloom.agent.snapshot import VisibleSnapshot
 from traceloom.server.access import Caller, authenticate_tcp_caller
 from traceloom.server.listener import is_local_name

@@ -26,8 +26,8 @@ from traceloom.agent.accelerators.backend import (
     format_capability,
 )
 from traceloom.agent.config import Config
-from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import Reading
+from traceloom.agent.topline import find_device_model
 
 AMD_VENDOR_ID = "0x1002"
 # PCI device id -> name, for drivers that do not report it.

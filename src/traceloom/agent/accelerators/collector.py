@@ -22,8 +22,8 @@ from traceloom.agent.accelerators.backend import (
 )
 from traceloom.agent.accelerators.simulated import SampleWriter
 from traceloom.agent.config import Config
-from traceloom.agent.flops import MatrixTypes, estimate_flops
 from traceloom.agent.metrics import Reading
+from traceloom.agent.topline import MatrixTypes, estimate_flops
 
 MAX_KEPT_EVENTS = 1000
 

@@ -27,8 +27,8 @@ from traceloom.agent.accelerators.backend import (
     format_capability,
 )
 from traceloom.agent.config import Config
-from traceloom.agent.flops import find_device_model
 from traceloom.agent.metrics import METRICS, Reading
+from traceloom.agent.topline import find_device_model
 
 # Per exporter; below the limit of the back end, so that one that hangs does not affect the others.
 SCRAPE_TIMEOUT_S = 1.5

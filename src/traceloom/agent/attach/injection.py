@@ -33,7 +33,7 @@ from typing import Any
 
 from traceloom.agent.collectors.collector import read
 from traceloom.agent.collectors.processes import read_user
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.system.elf import Elf, open_mapped, read_mappings
 
 # Values of <linux/ptrace.h>.

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route as Endpoint
 
 from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, Route
-from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.publishers import render_openmetrics
 from traceloom.agent.snapshot import VisibleSnapshot
 from traceloom.server.access import Caller, RateLimiter
 from traceloom.server.problem import (

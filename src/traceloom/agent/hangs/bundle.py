@@ -38,7 +38,7 @@ from traceloom.agent.hangs.stacks import (
     find_rank_pids,
     group_stacks,
 )
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.agent.metrics import SeriesKey
 from traceloom.agent.ownership.environment import DUMP_PIPE, WORKER_SERVER
 from traceloom.agent.ownership.model import Process

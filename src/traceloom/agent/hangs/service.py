@@ -32,7 +32,7 @@ from traceloom.agent.hangs.bundle import (
 from traceloom.agent.hangs.detector import Hang, HangDetector, JobKey
 from traceloom.agent.hangs.stacks import collect_stacks, find_rank_pids, find_waiting_call
 from traceloom.agent.history import History
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.agent.metrics import METRICS, Reading, SeriesKey
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.telemetry import is_relevant_series, select_job_labels

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from traceloom.agent.config import AgentPaths
-from traceloom.agent.kineto.server import SETTINGS_FILE
+from traceloom.agent.kineto import SETTINGS_FILE
 from traceloom.agent.ownership.model import Owner
 from traceloom.errors import InputError, nearest
 

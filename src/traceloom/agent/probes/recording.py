@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from traceloom.agent.probes.call_stacks import CallStacks
 from traceloom.agent.probes.calls import (
     RECORD,
     CallProbes,
+    CallStacks,
     CallValue,
     ProbedCall,
     explain_unsupported,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.profilers.timeline import (

@@ -19,7 +19,7 @@ import msgspec
 
 from traceloom.agent import worker
 from traceloom.agent.collectors.processes import read_user
-from traceloom.agent.kineto.server import read_process_state
+from traceloom.agent.kineto import read_process_state
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.errors import InputError, TraceloomError

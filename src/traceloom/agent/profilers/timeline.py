@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import msgspec
 
 from traceloom.agent import worker
-from traceloom.agent.kineto.protocol import TraceConfiguration
-from traceloom.agent.kineto.server import (
+from traceloom.agent.kineto import (
     PendingConfiguration,
     ProfilerClient,
     ProfilerRegistry,
+    TraceConfiguration,
     read_process_state,
 )
 from traceloom.agent.ownership.model import Process

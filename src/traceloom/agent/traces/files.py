@@ -253,7 +253,7 @@ def verify_and_store_memory(
     Returns:
         The kept file's `bytes` and `sha256`; or `fault` (a slug) and `detail`.
     """
-    from traceloom.formats.memory_snapshot import read_snapshot
+    from traceloom.formats.memory_files import read_snapshot
 
     target = Path(to)
     copy = target.with_name(f".{target.name}.copy")

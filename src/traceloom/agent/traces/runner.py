@@ -23,7 +23,7 @@ import msgspec
 from traceloom import __version__
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import (
+from traceloom.agent.kineto import (
     ProfilerClient,
     ProfilerRegistry,
     iterate_ancestors,

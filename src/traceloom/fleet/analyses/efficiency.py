@@ -12,7 +12,7 @@ from itertools import combinations
 
 import polars as pl
 
-from traceloom.agent.flops import compute_relative_peak, find_device_model
+from traceloom.agent.topline import compute_relative_peak, find_device_model
 from traceloom.errors import UsageError, nearest
 from traceloom.fleet.analyses.attribution import (
     DEVICE_DIMENSIONS,

@@ -31,7 +31,7 @@ from traceloom.fleet.portal.pages import admin, capture, captures, job, overview
 from traceloom.fleet.portal.question_pages import QUESTION_PAGES
 from traceloom.fleet.portal.tables import PageTable
 from traceloom.fleet.questions.answering import AnswerPendingError
-from traceloom.fleet.service.app import (
+from traceloom.fleet.service.service import (
     ANONYMOUS_TOKEN,
     RETRY_HINT,
     build_fleet_app,

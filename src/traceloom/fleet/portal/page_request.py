@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from traceloom.fleet.handlers.captures import FleetRequestContext, has_role
 from traceloom.fleet.questions.declaration import Question
-from traceloom.fleet.service.app import ROUTES, call_route
+from traceloom.fleet.service.service import ROUTES, call_route
 from traceloom.fleet.store.captures import Role, TokenRecord
 from traceloom.server.access import read_limited_body
 from traceloom.server.problem import make_bad_request

@@ -14,6 +14,12 @@ from traceloom.formats.chakra.et_pb2 import AttributeProto, GlobalMetadata, Node
 from traceloom.formats.chakra.files import EtReader, EtWriter
 from traceloom.trace.trace import GROUP_LIST
 from traceloom.workload.anonymize.collapse import FUSED, Chains, find_chains
+from traceloom.workload.anonymize.host_trace import (
+    COMMUNICATION_VALUES,
+    GROUP_VALUES,
+    PLAIN_VALUES,
+    Tensors,
+)
 from traceloom.workload.anonymize.inputs import open_output
 from traceloom.workload.anonymize.kineto import Rules
 from traceloom.workload.anonymize.leak_report import InputShapes
@@ -26,12 +32,6 @@ from traceloom.workload.anonymize.policy import (
     is_schema,
     is_type,
     list_host_names,
-)
-from traceloom.workload.anonymize.tensors import (
-    COMMUNICATION_VALUES,
-    GROUP_VALUES,
-    PLAIN_VALUES,
-    Tensors,
 )
 from traceloom.workload.chakra.graph_layout import is_ours
 

@@ -13,8 +13,7 @@ import numpy as np
 
 from traceloom.formats.kineto_document import Document, Slice
 from traceloom.formats.kineto_fields import parse_text_times
-from traceloom.formats.repair import repair_event
-from traceloom.formats.resync import PARSE_ERRORS, DamageLog
+from traceloom.formats.resync import PARSE_ERRORS, DamageLog, repair_event
 from traceloom.formats.text_stream import open_input, read_text_pieces
 from traceloom.system.text import encode_utf8
 from traceloom.trace import vocabulary as vocab

@@ -8,7 +8,7 @@ import pytest
 
 from support.nvml import H100, compiled, steps, with_device
 from traceloom.agent.accelerators.nvml import explain_nvml_error
-from traceloom.agent.flops import find_device_model
+from traceloom.agent.topline import find_device_model
 
 MIB = 1 << 20
 GPU = "GPU-aaaa"

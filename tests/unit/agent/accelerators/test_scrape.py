@@ -17,9 +17,9 @@ from traceloom.agent.accelerators.backend import BackendUnavailable, Device, Tim
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.accelerators.scrape import ScrapedAccelerator, parse_exporter_text
 from traceloom.agent.config import Accelerators, Config
-from traceloom.agent.flops import MatrixTypes
 from traceloom.agent.metrics import METRICS, Reading
 from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.topline import MatrixTypes
 
 MIB = 1 << 20
 

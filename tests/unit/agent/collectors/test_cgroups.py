@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.host_tree import TICKS_PER_S, HostTree
-from traceloom.agent.collectors import cgroups as module
-from traceloom.agent.collectors.cgroups import Cgroups
+from traceloom.agent.collectors import host as module
+from traceloom.agent.collectors.host import Cgroups
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.snapshot import Snapshot
 

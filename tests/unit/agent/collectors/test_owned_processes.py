@@ -10,8 +10,8 @@ from support.devices import ByHand, values
 from support.host_tree import HostTree
 from traceloom.agent.accelerators.backend import Device, DeviceProcess, Sample, TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.collectors.owned_processes import OwnedProcessCollector, collect_jobs
 from traceloom.agent.metrics import METRICS
+from traceloom.agent.ownership.resolver import OwnedProcessCollector, collect_jobs
 from traceloom.agent.steps import StepCounter
 
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/lib/libtorch_cpu.so"

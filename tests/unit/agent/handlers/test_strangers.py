@@ -13,14 +13,14 @@ from starlette.requests import Request
 
 from support.agent_server import ANNA, BERT, SmallAgent, full_board
 from traceloom.agent.accelerators.backend import Device
-from traceloom.agent.collectors.cgroups import OomKill
+from traceloom.agent.collectors.host import OomKill
 from traceloom.agent.config import Config, MetricRule
 from traceloom.agent.handlers.telemetry import ROUTES, AgentRequest, Route
 from traceloom.agent.hangs.detector import Hang, HungProcess, JobKey
 from traceloom.agent.hangs.service import HangRecord
 from traceloom.agent.metrics import METRICS
 from traceloom.agent.ownership.model import Owner, Process
-from traceloom.agent.publishers.openmetrics import render_openmetrics
+from traceloom.agent.publishers import render_openmetrics
 from traceloom.agent.snapshot import VisibleSnapshot
 from traceloom.agent.traces.requests import TraceRequest, TraceSpec, TraceTarget, TriggerCause
 from traceloom.agent.triggers.store import LastFiring, LastRefusal

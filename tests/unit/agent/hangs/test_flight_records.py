@@ -18,7 +18,8 @@ from support.waiting import until
 from traceloom.agent.hangs.flight_recorder import FlightFindings, analyse_flight_files
 from traceloom.analyze.stuck_jobs import FlightVerdict, find_late_ranks
 from traceloom.errors import InputError
-from traceloom.formats.flight_recorder import FlightRecord, read_flight_record
+from traceloom.formats.flight_recorder import read_flight_record
+from traceloom.trace.flight_record import FlightRecord
 
 Row = dict[str, Any]
 

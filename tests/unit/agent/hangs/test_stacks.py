@@ -11,13 +11,13 @@ from support.devices import ByHand
 from support.host_tree import HostTree
 from traceloom.agent.accelerators.backend import TimeLimitedBackend
 from traceloom.agent.accelerators.collector import AcceleratorCollector
-from traceloom.agent.collectors.owned_processes import OwnedProcessCollector
 from traceloom.agent.hangs.stacks import (
     GroupedStacks,
     find_waiting_call,
     group_stacks,
 )
 from traceloom.agent.ownership.model import Owner, Process
+from traceloom.agent.ownership.resolver import OwnedProcessCollector
 from traceloom.agent.profilers.py_spy import StackDump, ThreadStack
 from traceloom.system.python_frames import Frame
 from traceloom.system.units import format_ranges

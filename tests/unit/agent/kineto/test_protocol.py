@@ -8,7 +8,7 @@ import struct
 import pytest
 from hypothesis import given, strategies as st
 
-from traceloom.agent.kineto.protocol import (
+from traceloom.agent.kineto import (
     Hello,
     MalformedDatagramError,
     Poll,

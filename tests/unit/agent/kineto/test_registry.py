@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from traceloom.agent.kineto import server as module
-from traceloom.agent.kineto.protocol import ACTIVITIES, EVENTS, Poll
-from traceloom.agent.kineto.server import (
+from traceloom.agent import kineto as module
+from traceloom.agent.kineto import (
+    ACTIVITIES,
+    EVENTS,
     PendingConfiguration,
+    Poll,
     ProfilerClient,
     ProfilerRegistry,
     iterate_ancestors,
@@ -19,7 +21,7 @@ from traceloom.agent.kineto.server import (
     read_process_state,
 )
 from traceloom.agent.metrics import METRICS, PREFIX, HistogramReading, Reading
-from traceloom.agent.publishers.openmetrics import build_families
+from traceloom.agent.publishers import build_families
 from traceloom.agent.snapshot import Snapshot
 from traceloom.agent.steps import StepCounter, StepsTaken
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from support.kineto_clients import KinetoClient, request
-from traceloom.agent.kineto.server import (
+from traceloom.agent.kineto import (
     _BATCH_WINDOW_S,
     KinetoSockets,
     PendingConfiguration,
@@ -390,7 +390,7 @@ def test_a_user_who_changes_the_directory_changes_nothing_of_others(place: Path)
 
 
 def test_a_pid_that_is_given_again_is_another_client(tmp_path: Path) -> None:
-    from traceloom.agent.kineto.protocol import Poll
+    from traceloom.agent.kineto import Poll
 
     def process(pid: int, parent: int, start: int) -> None:
         (tmp_path / str(pid)).mkdir(exist_ok=True)

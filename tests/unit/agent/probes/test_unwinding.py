@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from support.probes import compiled, needs_compiler, needs_probes
-from traceloom.agent.probes.call_stacks import MOST_IN_WINDOW, CallStacks
-from traceloom.agent.probes.calls import RECORD, CallProbes, ProbedCall
+from traceloom.agent.probes.calls import MOST_IN_WINDOW, RECORD, CallProbes, CallStacks, ProbedCall
 from traceloom.agent.probes.ebpf import get_architecture
-from traceloom.agent.probes.symbols import Symbols
-from traceloom.agent.probes.unwinding import END_RULE, FrameOrigin, find_unwind_rule
+from traceloom.agent.probes.symbols import END_RULE, FrameOrigin, Symbols, find_unwind_rule
 from traceloom.system.elf import Elf
 
 # Functions whose frames differ: none, one of a size that is not known, one that begins at a multiple of 64, many saved

@@ -23,7 +23,7 @@ from support.waiting import until
 from traceloom.agent.collectors.scheduler import Scheduler
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import KinetoSockets, ProfilerRegistry, read_parent_and_start
+from traceloom.agent.kineto import KinetoSockets, ProfilerRegistry, read_parent_and_start
 from traceloom.agent.metrics import Reading
 from traceloom.agent.ownership.model import Process
 from traceloom.agent.profilers.base import ProfilerError, Window

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pla
 from support.agent_server import full_board
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.publishers.openmetrics import (
+from traceloom.agent.publishers import (
     build_device_labels,
     is_openmetrics_preferred,
     render_openmetrics,

@@ -16,7 +16,7 @@ from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from support.agent_server import full_board
 from traceloom.agent.config import Config, Otlp
 from traceloom.agent.metrics import METRICS, Reading
-from traceloom.agent.publishers.otlp import OtlpPublisher, build_metrics_data
+from traceloom.agent.publishers import OtlpPublisher, build_metrics_data
 from traceloom.agent.snapshot import Snapshot
 
 

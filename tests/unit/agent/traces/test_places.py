@@ -14,7 +14,7 @@ import pytest
 
 from traceloom.agent.config import Config
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import ProfilerRegistry
+from traceloom.agent.kineto import ProfilerRegistry
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.profilers.base import ProfilerError, Window
 from traceloom.agent.steps import StepCounter

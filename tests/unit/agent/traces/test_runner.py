@@ -11,7 +11,7 @@ import pytest
 
 from traceloom.agent.config import Config, Traces
 from traceloom.agent.database import RequestStore
-from traceloom.agent.kineto.server import ProfilerClient, ProfilerRegistry
+from traceloom.agent.kineto import ProfilerClient, ProfilerRegistry
 from traceloom.agent.ownership.model import Owner, Process
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.traces.files import TraceDirectories

@@ -11,7 +11,7 @@ import pytest
 
 from support.triggers import START_NS, Rules, rule, worker
 from traceloom.agent.accelerators.backend import Device, DeviceEvent
-from traceloom.agent.collectors.cgroups import OomKill
+from traceloom.agent.collectors.host import OomKill
 from traceloom.agent.config import AnyRule, CadenceRule
 from traceloom.agent.steps import StepCounter, StepsTaken
 from traceloom.agent.triggers.watches import CadenceWatch

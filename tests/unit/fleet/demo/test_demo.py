@@ -32,8 +32,14 @@ from traceloom.fleet.analyses.attribution import (  # noqa: E402
 )
 from traceloom.fleet.analyses.efficiency import compute_fleet_topline, compute_savings  # noqa: E402
 from traceloom.fleet.analyses.regressions import Regressions, find_regressions  # noqa: E402
-from traceloom.fleet.demo.data import SILENT_HOST, SLOW_HOST, TRACE_FILE  # noqa: E402
-from traceloom.fleet.demo.serving import MARKER_FILE, build_last_heartbeats, open_demo_directory  # noqa: E402
+from traceloom.fleet.demo import (  # noqa: E402  # noqa: E402
+    MARKER_FILE,
+    SILENT_HOST,
+    SLOW_HOST,
+    TRACE_FILE,
+    build_last_heartbeats,
+    open_demo_directory,
+)
 from traceloom.fleet.service.capture_rows import CaptureOrigin, build_capture_rows  # noqa: E402
 from traceloom.fleet.store.tables import Tables  # noqa: E402
 from traceloom.formats import load  # noqa: E402
@@ -279,7 +285,7 @@ def test_a_demo_is_kept_in_a_directory() -> None:
 
 def test_ctrl_c_while_it_is_filled_leaves_nothing() -> None:
     program = (
-        "import time; from traceloom.system import process as leaving; from traceloom.fleet.demo.serving import open_demo_directory as demo_directory\n"
+        "import time; from traceloom.system import process as leaving; from traceloom.fleet.demo import open_demo_directory as demo_directory\n"
         "leaving.install_signal_handlers()\n"
         "with demo_directory('') as made: print(made.path, flush=True); time.sleep(600)"
     )

@@ -36,8 +36,10 @@ from traceloom.agent.fleet_link.protocol import (  # noqa: E402
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget  # noqa: E402
 from traceloom.fleet.handlers.captures import FleetRoute  # noqa: E402
 from traceloom.fleet.handlers.hosts import RequestBody  # noqa: E402
-from traceloom.fleet.service.app import ROUTES  # noqa: E402
-from traceloom.fleet.service.service import ServiceLimits  # noqa: E402
+from traceloom.fleet.service.service import (  # noqa: E402
+    ROUTES,
+    ServiceLimits,
+)
 from traceloom.fleet.store.captures import ROLES  # noqa: E402
 
 MESSAGES = Path(__file__).resolve().parents[4] / "docs" / "reference" / "messages.md"

@@ -13,7 +13,7 @@ import pytest
 from traceloom.cli import main
 from traceloom.report import ReportOptions, build
 from traceloom.report.figure import draw_roofline
-from traceloom.report.sections.roofline import SECTION
+from traceloom.report.sections.device_rates import SECTION
 from traceloom.system import units
 from traceloom.testing import TraceBuilder
 from traceloom.trace.session import Session

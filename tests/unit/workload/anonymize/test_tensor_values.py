@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from traceloom.workload.anonymize.host_trace import COMMUNICATION_VALUES, GROUP_VALUES, Tensors
 from traceloom.workload.anonymize.names import Pseudonyms
 from traceloom.workload.anonymize.policy import Key, Policy, RewriteStats
 from traceloom.workload.anonymize.sizes import Shapes, round_to_power_of_two
-from traceloom.workload.anonymize.tensors import COMMUNICATION_VALUES, GROUP_VALUES, Tensors
 
 DEVICES = ("cpu", "cuda:0", "cuda", "xpu:12")
 SECRETS = ("acme text", "/home/acme/x.py", "acme:0", "<acme>", "cuda:acme", "1.5 acme")

@@ -1,1 +1,0 @@
-"""Libkineto's daemon protocol."""

@@ -1,1 +1,0 @@
-"""Publication of the snapshot as OpenMetrics over HTTP, and as OTLP."""

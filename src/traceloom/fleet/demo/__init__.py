@@ -1,1 +1,0 @@
-"""A synthetic fleet for demonstrations."""
