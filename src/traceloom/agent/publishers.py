@@ -19,11 +19,10 @@ import math
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from prometheus_client.core import Metric as Family
@@ -31,18 +30,16 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from traceloom import __version__
-from traceloom.agent.accelerators.backend import Device, DeviceProcess
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, HistogramReading, Metric, SeriesKey
-from traceloom.agent.ownership.model import Process
-from traceloom.agent.snapshot import Snapshot
+from traceloom.agent.snapshot import Snapshot, VisibleSnapshot
 from traceloom.errors import InputError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricsData
 
 
-def build_dcgm_families(host_snapshot: ReadableSnapshot, host: str) -> list[Family]:
+def build_dcgm_families(host_snapshot: Snapshot | VisibleSnapshot, host: str) -> list[Family]:
     """Returns families with dcgm-exporter's names, without series of unknown devices."""
     labels = build_device_labels(host_snapshot, host)
     families: dict[str, Family] = {}
@@ -69,7 +66,9 @@ def build_dcgm_families(host_snapshot: ReadableSnapshot, host: str) -> list[Fami
     return list(families.values())
 
 
-def build_device_labels(host_snapshot: ReadableSnapshot, host: str) -> dict[str, dict[str, str]]:
+def build_device_labels(
+    host_snapshot: Snapshot | VisibleSnapshot, host: str
+) -> dict[str, dict[str, str]]:
     """Returns the labels of each device; a partition has those of its device, with its profile and
     number.
 
@@ -116,28 +115,6 @@ def build_device_labels(host_snapshot: ReadableSnapshot, host: str) -> dict[str,
     return labels_by_device
 
 
-class ReadableSnapshot(Protocol):
-    """The snapshot, or the part of it that a caller may see."""
-
-    @property
-    def devices(self) -> Mapping[str, Device]:
-        """Devices by uuid."""
-
-    @property
-    def device_processes(self) -> Sequence[DeviceProcess]:
-        """The processes on devices."""
-
-    @property
-    def processes(self) -> Mapping[str, Process]:
-        """Processes by key."""
-
-    def values(self) -> Iterator[tuple[SeriesKey, float, int]]:
-        """Yields every series with its value and its time."""
-
-    def histograms(self) -> Iterator[tuple[HistogramReading, int]]:
-        """Yields every histogram with its time."""
-
-
 class FamilyCollector:
     """A collector in prometheus_client's sense: families of metrics with their samples."""
 
@@ -150,7 +127,7 @@ class FamilyCollector:
 
 
 def render_openmetrics(
-    host_snapshot: ReadableSnapshot, config: Config, accept: str = ""
+    host_snapshot: Snapshot | VisibleSnapshot, config: Config, accept: str = ""
 ) -> tuple[bytes, str]:
     """Returns the text of all series, and its media type.
 
@@ -187,7 +164,7 @@ def is_openmetrics_preferred(accept: str) -> bool:
     )
 
 
-def build_families(host_snapshot: ReadableSnapshot) -> list[Family]:
+def build_families(host_snapshot: Snapshot | VisibleSnapshot) -> list[Family]:
     """Returns a family for each metric that has series, in the order of declaration."""
     values_by_metric: dict[str, dict[tuple[str, ...], float]] = defaultdict(dict)
     for (name, labels), value, _ in host_snapshot.values():

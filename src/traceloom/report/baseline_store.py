@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from traceloom import __version__
 from traceloom.analyze.gate_summary import FORMAT, VERSION, Baseline, RunSummary, decode, encode
@@ -19,19 +19,6 @@ DEFAULT_DIRECTORY = ".traceloom/baselines"
 _SUFFIX = ".baseline.json.gz"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MAX_BYTES = 1 << 28
-
-
-class FileStore(Protocol):
-    """Access to files in one folder by name."""
-
-    def names(self) -> list[str]:
-        """Returns the names of the files, sorted; empty where the folder does not exist."""
-
-    def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None where it does not exist."""
-
-    def write(self, name: str, data: bytes, *, force: bool) -> str:
-        """Writes a file atomically; returns its path."""
 
 
 class BaselineStore:
@@ -47,7 +34,7 @@ class BaselineStore:
 
     def __init__(self, where: str = DEFAULT_DIRECTORY) -> None:
         self.where = where
-        self._place: FileStore = (
+        self._place: _LocalDirectory | _RemoteDirectory = (
             _RemoteDirectory(where) if "://" in where else _LocalDirectory(Path(where))
         )
 
@@ -108,6 +95,8 @@ def check_baseline_name(name: str) -> str:
 
 
 class _LocalDirectory:
+    """A folder of this host. A write is atomic; of a file that does not exist, None is read."""
+
     def __init__(self, directory: Path) -> None:
         self._folder = directory
 

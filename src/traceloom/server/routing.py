@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -65,40 +65,21 @@ def make_truncated_error() -> HttpError:
     return HttpError(408, "the connection ended before the request did", slug="too-slow")
 
 
-class DescribedRoute(Protocol):
-    """A route as the OpenAPI document describes it."""
+class DescribedRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """A route as the OpenAPI document describes it.
 
-    @property
-    def path(self) -> str:
-        """The path, with parameters in braces."""
+    `path` has its parameters in braces; `answer` is None if the response is not JSON but of the
+    media type `content`; `refuses`: error statuses in addition to those of all routes.
+    """
 
-    @property
-    def method(self) -> str:
-        """The HTTP method."""
-
-    @property
-    def summary(self) -> str:
-        """One line that describes the route."""
-
-    @property
-    def answer(self) -> type[msgspec.Struct] | None:
-        """The type of a JSON response; None if the response has the type `content`."""
-
-    @property
-    def content(self) -> str:
-        """The media type of a response that is not a Struct."""
-
-    @property
-    def body(self) -> type[msgspec.Struct] | None:
-        """The type of the request body."""
-
-    @property
-    def parameters(self) -> type[msgspec.Struct] | None:
-        """The type of the query parameters."""
-
-    @property
-    def refuses(self) -> tuple[int, ...]:
-        """Error statuses in addition to those of all routes."""
+    path: str
+    summary: str
+    answer: type[msgspec.Struct] | None = None
+    content: str = "application/json"
+    method: str = "GET"
+    body: type[msgspec.Struct] | None = None
+    parameters: type[msgspec.Struct] | None = None
+    refuses: tuple[int, ...] = ()
 
 
 STATUS_DESCRIPTIONS = {

@@ -23,7 +23,7 @@ from traceloom.agent.traces.requests import TraceRequest, TraceSpec
 from traceloom.errors import nearest
 from traceloom.server.access import Caller
 from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_request
-from traceloom.server.routing import decode_body, decode_query, parse_time
+from traceloom.server.routing import DescribedRoute, decode_body, decode_query, parse_time
 from traceloom.system import units
 
 if TYPE_CHECKING:
@@ -64,24 +64,12 @@ class AgentRequest:
         return decode_query(self.request, form_type)
 
 
-class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: its purpose, parameters and response. Those with `acts` need a caller with that
-    permission.
+class Route(DescribedRoute, frozen=True, kw_only=True):
+    """A route with its handler. Those with `acts` need a caller with that permission."""
 
-    `answer` is None if the response is not JSON.
-    """
-
-    path: str
-    summary: str
     answers: Callable[
         [AgentRequest], Awaitable[HttpResponseBody | Response] | HttpResponseBody | Response
     ]
-    answer: type[HttpResponseBody] | None = None
-    content: str = "application/json"  # media type of a response that is not a Struct
-    method: str = "GET"
-    body: type[msgspec.Struct] | None = None
-    parameters: type[HttpResponseBody] | None = None
-    refuses: tuple[int, ...] = ()
     acts: bool = False
 
 

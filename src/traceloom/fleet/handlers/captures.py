@@ -37,7 +37,12 @@ from traceloom.fleet.store.captures import (
 )
 from traceloom.fleet.store.objects import check_object_name
 from traceloom.server.problem import HttpError, HttpResponseBody, make_bad_request
-from traceloom.server.routing import decode_body, decode_query, make_truncated_error
+from traceloom.server.routing import (
+    DescribedRoute,
+    decode_body,
+    decode_query,
+    make_truncated_error,
+)
 from traceloom.system.text import hide_paths
 
 if TYPE_CHECKING:
@@ -168,21 +173,13 @@ class FleetRequestContext:
         )
 
 
-class FleetRoute(msgspec.Struct, frozen=True, kw_only=True):
-    """A route: its summary, input, output, and required role (None: public)."""
+class FleetRoute(DescribedRoute, frozen=True, kw_only=True):
+    """A route with its handler and required role (None: public)."""
 
-    path: str
-    summary: str
     answers: Callable[
         [FleetRequestContext], Awaitable[msgspec.Struct | Response] | msgspec.Struct | Response
     ]
     role: Role | None = "viewer"
-    answer: type[msgspec.Struct] | None = None
-    content: str = "application/json"  # of a response without `answer`
-    method: str = "GET"
-    body: type[msgspec.Struct] | None = None
-    parameters: type[msgspec.Struct] | None = None
-    refuses: tuple[int, ...] = ()
 
 
 def name_client(scope: Scope) -> str:
