@@ -23,19 +23,14 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from traceloom.agent.collectors.collector import read
 from traceloom.errors import OutputError, UsageError
 from traceloom.system.files import find_foreign_part
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 MAX_BYTES = 4096  # of a client's datagram; the longest known one has 100
 MAX_ANCESTORS = 64

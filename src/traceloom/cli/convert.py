@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from traceloom.cli import options as types, outputs
 from traceloom.cli.outputs import Progress
-from traceloom.errors import UsageError
+from traceloom.errors import TraceloomError, UsageError
 
 if TYPE_CHECKING:
     from traceloom.trace.notice import Notice
@@ -148,7 +148,6 @@ def _compare_rank_ends(
     """Compares the end of each rank in the output with the measurement, and adds a notice where
     they differ much; for files of other writers, with the files as they were.
     """
-    from traceloom.errors import TraceloomError
     from traceloom.formats.chakra.nodes import find_file_sets, read_workload
     from traceloom.system import units
     from traceloom.trace.notice import Notice

@@ -20,7 +20,7 @@ from traceloom.fleet.questions.catalogue import QUESTIONS
 from traceloom.fleet.questions.declaration import Question, describe_parameters
 from traceloom.fleet.rules import MAX_BYTES
 from traceloom.system import files, units
-from traceloom.system.files import read_small
+from traceloom.system.files import compute_sha256, read_small
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.columns.declare import Column
 
@@ -101,7 +101,6 @@ def print_answer(
     if not rows:
         print(insert_server_options(args, empty))
         return 0
-    from traceloom.system.sanitize import sanitize
 
     texts = [
         [sanitize(cell) for cell in row]
@@ -550,7 +549,6 @@ def _run_rules(name: str, args: argparse.Namespace) -> int:
 
 
 def _format_date_time(time_ns: int) -> str:
-    from datetime import datetime, timezone
 
     return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
@@ -882,7 +880,6 @@ def _report(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> int:
     from traceloom.cli.trace import download
-    from traceloom.system.files import compute_sha256
 
     if args.output.exists() or args.output.is_symlink():
         raise OutputError(

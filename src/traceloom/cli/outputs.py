@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from traceloom.cli import options as types
 from traceloom.errors import OutputError, UsageError
+from traceloom.system import files
 from traceloom.system.files import is_address, restore_addresses
 from traceloom.system.sanitize import sanitize, unwrap_stream
 from traceloom.system.text import encode_utf8
@@ -152,8 +153,6 @@ def protect_inputs(args: argparse.Namespace) -> Iterator[None]:
         UsageError: slug `wrong-usage`: an output is an input, is named twice, or cannot be standard
             output.
     """
-    from traceloom.system import files
-
     input_paths: list[str | Path] = []
     output_paths: list[str | Path] = []
     for name, value in vars(args).items():
@@ -228,8 +227,6 @@ def resolve_output_files(
         UsageError: slug `unknown-format`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom.system import files
-
     names = [args.output] if isinstance(args.output, str) else args.output or []
     directory_format, file_pattern = directory or (None, "")
     targets = [
@@ -265,8 +262,6 @@ def resolve_output_format(
         UsageError: slug `unknown-format`.
         OutputError: slugs `file-exists`, `cannot-write`.
     """
-    from traceloom.system import files
-
     output_format, path = "directory", Path(args.output)
     if not default_to_directory or path.name.lower().endswith(tuple(formats)):
         output_format = detect_format(args.output, formats, directory="directory")
@@ -305,8 +300,6 @@ def write_output_files(
     """Writes the document to each file with the function of its format; returns the files with
     their sizes in bytes.
     """
-    from traceloom.system import files
-
     written = []
     for path, write_document in targets:
         progress.show(f"writing {path}")

@@ -15,7 +15,7 @@ from traceloom.errors import InputError, UsageError
 from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
+    from traceloom.report.documents.graph import NodeDocument, WorkloadSummaryDocument
     from traceloom.report.workload import NodeNetwork
 
 DESCRIPTION = (

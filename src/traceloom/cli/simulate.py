@@ -20,7 +20,7 @@ from traceloom.system.files import report_write_errors
 from traceloom.system.process import clean_up_on_exit
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sweep import SweepDocument
+    from traceloom.report.documents.predictions import SweepDocument
     from traceloom.workload.simulate.inputs import SimulationInput
     from traceloom.workload.simulate.machine import Machine
     from traceloom.workload.simulate.result import Simulation

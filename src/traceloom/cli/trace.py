@@ -263,8 +263,6 @@ def _follow_progress(
     args: argparse.Namespace, client: AgentClient, request: dict[str, Any]
 ) -> dict[str, Any]:
     """Follows a request to its end; prints a line for each change of a target."""
-    from traceloom.system.sanitize import sanitize
-
     reported: dict[tuple[str, str], tuple[str, str]] = {}
     began = time.monotonic()
     while True:
@@ -367,8 +365,6 @@ def _parse_time(text: str) -> int:
 
 def _render_requests(requests: list[dict[str, Any]]) -> Iterator[Text]:
     from rich.text import Text
-
-    from traceloom.system.sanitize import sanitize
 
     for request in requests:
         spec = request["spec"]

@@ -12,7 +12,7 @@ from traceloom.system.process import pin_to_one_core
 from traceloom.system.text import encode_utf8
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.whatif import WhatIfDocument
+    from traceloom.report.documents.predictions import WhatIfDocument
 
 DESCRIPTION = "Say what a change would save: the linked graph of the run is evaluated with it."
 EXAMPLES = """\

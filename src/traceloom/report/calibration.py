@@ -23,7 +23,7 @@ from traceloom.workload.simulate.calibrate import Calibration
 from traceloom.workload.simulate.machine_file import build_document
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.calibration import CalibrationDocument, TransferFitRow
+    from traceloom.report.documents.predictions import CalibrationDocument, TransferFitRow
 
 FORMAT = "traceloom-calibration"
 VERSION = 1

@@ -39,7 +39,7 @@ from traceloom.workload.simulate.scale import Scaled
 
 if TYPE_CHECKING:
     from traceloom.report.documents import SimulationDocument
-    from traceloom.report.documents.scaled import ScaledDocument
+    from traceloom.report.documents.predictions import ScaledDocument
 
 
 SIMULATION_FORMAT = "traceloom-simulation"

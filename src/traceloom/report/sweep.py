@@ -23,7 +23,11 @@ from traceloom.trace.frames import to_rows
 from traceloom.workload.simulate.sweep import SweepTable, SweptValue
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.sweep import AnsweredPointRow, SweepDocument, SweepPointRow
+    from traceloom.report.documents.predictions import (
+        AnsweredPointRow,
+        SweepDocument,
+        SweepPointRow,
+    )
 
 
 FORMAT = "traceloom-sweep"

@@ -31,7 +31,7 @@ from traceloom.system.sanitize import sanitize
 from traceloom.trace.frames import to_rows
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.whatif import PathPart, WhatIfDocument
+    from traceloom.report.documents.predictions import PathPart, WhatIfDocument
 
 
 FORMAT = "traceloom-whatif"

@@ -29,7 +29,7 @@ from traceloom.trace.notice import Notice
 from traceloom.workload.chakra.check_files import resolve
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.workload import (
+    from traceloom.report.documents.graph import (
         NeighbourRow,
         NodeDocument,
         ShownNodeValue,

@@ -22,7 +22,7 @@ from traceloom.report.workload import NodeNetwork
 from traceloom.system import units
 
 if TYPE_CHECKING:
-    from traceloom.report.documents.workload import WorkloadSummaryDocument
+    from traceloom.report.documents.graph import WorkloadSummaryDocument
 
 
 MAX_BOXES = 48

@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
 
 from traceloom import __version__
 from traceloom.server.access import AGENT_HINT, read_limited_body
 from traceloom.server.problem import HttpError, ProblemResponse, make_bad_request
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-
 
 Form = TypeVar("Form", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -34,8 +31,6 @@ async def decode_body(
         HttpError: `too-large`, `wrong-request`; `too-slow`: the client disconnected before it was
             complete.
     """
-    from starlette.requests import ClientDisconnect
-
     try:
         body = await read_limited_body(
             request.stream(), request.headers.get("content-length", ""), max_bytes, hint

@@ -10,7 +10,7 @@ import pytest
 from support.documents import check_document
 from support.jobs import Recipe, training_job
 from traceloom.cli import build_parser, main, outputs
-from traceloom.report.documents.calibration import CalibrationDocument
+from traceloom.report.documents.predictions import CalibrationDocument
 from traceloom.workload.simulate.machine_file import read_machine
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.documents import check_document
 from support.jobs import ParallelRecipe, parallel_job
 from traceloom.cli import main
-from traceloom.report.documents.scaled import ScaledDocument
+from traceloom.report.documents.predictions import ScaledDocument
 
 MACHINE = """
 format = "traceloom-machine"

@@ -13,7 +13,7 @@ from support.documents import check_document
 from support.workload import collective, node, receive, send, write_set
 from traceloom.cli import main
 from traceloom.graph.graph import GRAPH_SCHEMAS, Graph, save
-from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
+from traceloom.report.documents.graph import NodeDocument, WorkloadSummaryDocument
 from traceloom.report.workload import convert_graph
 from traceloom.report.workload_drawing import (
     HEIGHT,

@@ -6,7 +6,7 @@ import re
 
 from support.documents import check_document
 from traceloom.report import sweep, sweep as sweep_page
-from traceloom.report.documents.sweep import SweepDocument
+from traceloom.report.documents.predictions import SweepDocument
 from traceloom.report.views.page_table import MAX_ROWS
 from traceloom.workload.simulate.sweep import SweepRow, SweepTable, list_points, parse_axis
 

@@ -23,7 +23,7 @@ from traceloom.formats.chakra.nodes import find_file_sets, read_workload
 from traceloom.graph import link_session
 from traceloom.graph.graph import Graph
 from traceloom.report import graph as graph_document
-from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
+from traceloom.report.documents.graph import NodeDocument, WorkloadSummaryDocument
 from traceloom.report.exports.perfetto import write_graph
 from traceloom.report.views.files import encode
 from traceloom.report.workload import (

@@ -15,12 +15,11 @@ import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from traceloom.agent.accelerators.backend import Device
 from traceloom.agent.accelerators.collector import AcceleratorCollector
 from traceloom.agent.collectors.collector import Collector
-from traceloom.agent.collectors.processes import Processes
+from traceloom.agent.collectors.processes import Processes, ProcessFacts
 from traceloom.agent.config import Config
 from traceloom.agent.metrics import METRICS, Reading
 from traceloom.agent.ownership.devices import HostDevices, find_assigned_devices
@@ -49,10 +48,6 @@ from traceloom.agent.ownership.model import (
 )
 from traceloom.agent.steps import StepCounter
 from traceloom.agent.topline import JobTick, TracedFacts, parse_declared_types
-
-if TYPE_CHECKING:
-    from traceloom.agent.collectors.processes import ProcessFacts
-
 
 MAX_NAMES = 20_000  # names read of a directory of packages
 # Framework -> the package whose library is loaded, and the distributions that contain it.

@@ -6,18 +6,19 @@ They are not needed at run time: import them for type checking, or to decode a f
 values, for example with `msgspec.json.decode(text, type=ReportDocument)`.
 """
 
-from traceloom.report.documents.calibration import CalibrationDocument
 from traceloom.report.documents.comparison import ComparisonDocument
-from traceloom.report.documents.graph import GraphDocument
+from traceloom.report.documents.graph import GraphDocument, NodeDocument, WorkloadSummaryDocument
 from traceloom.report.documents.memory import MemoryDocument
+from traceloom.report.documents.predictions import (
+    CalibrationDocument,
+    ScaledDocument,
+    SweepDocument,
+    WhatIfDocument,
+)
 from traceloom.report.documents.replay import ReplayDocument
 from traceloom.report.documents.report import ReportDocument
-from traceloom.report.documents.scaled import ScaledDocument
 from traceloom.report.documents.simulation import SimulationDocument
-from traceloom.report.documents.sweep import SweepDocument
 from traceloom.report.documents.verdict import BaselinesDocument, VerdictDocument
-from traceloom.report.documents.whatif import WhatIfDocument
-from traceloom.report.documents.workload import NodeDocument, WorkloadSummaryDocument
 
 __all__ = [
     "BaselinesDocument",

@@ -31,8 +31,8 @@ from traceloom.report import (
 )
 from traceloom.report.documents.comparison import ComparisonDocument
 from traceloom.report.documents.graph import GraphDocument
+from traceloom.report.documents.predictions import WhatIfDocument
 from traceloom.report.documents.verdict import BaselinesDocument, VerdictDocument
-from traceloom.report.documents.whatif import WhatIfDocument
 from traceloom.trace.session import Session
 
 of_every_sort = pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from support.documents import check_document
 from traceloom.analyze.bandwidth import compute_bus_factor
 from traceloom.cli import main
 from traceloom.report import calibration as report
-from traceloom.report.documents.calibration import CalibrationDocument
+from traceloom.report.documents.predictions import CalibrationDocument
 from traceloom.workload.replay.measure import fit_machine
 from traceloom.workload.replay.measure_rank import (
     COLLECTIVES,
