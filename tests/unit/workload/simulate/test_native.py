@@ -22,8 +22,11 @@ from traceloom.graph import link_session
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph
 from traceloom.workload.chakra.graph_read import write_ranks
-from traceloom.workload.simulate.contention import simulate_contention
-from traceloom.workload.simulate.evaluation import build_plan, evaluate_on_network
+from traceloom.workload.simulate.evaluation import (
+    build_plan,
+    evaluate_on_network,
+    simulate_contention,
+)
 from traceloom.workload.simulate.inputs import open_input
 from traceloom.workload.simulate.machine import (
     Dimension,
