@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from traceloom.report.document import Cells
 from traceloom.system.sanitize import sanitize
+from traceloom.system.units import format_ranges
 
 if TYPE_CHECKING:
     from traceloom.report.documents import ReportDocument
@@ -336,18 +336,10 @@ def merge_rank_notices(notices: Sequence[Cells]) -> Iterator[tuple[Cells, str]]:
         if len(ranks) < 2:
             yield first, message
         elif all(notice["message"] == message for notice in alike):
-            yield first, f"{message} (ranks {_format_ranges(ranks)})"
+            yield first, f"{message} (ranks {format_ranges(ranks)})"
         else:
             other_ranks = [rank for rank in ranks if rank != first["rank"]]
             yield (
                 first,
-                f"{message} (rank {first['rank']}; the like on {_format_ranges(other_ranks)})",
+                f"{message} (rank {first['rank']}; the like on {format_ranges(other_ranks)})",
             )
-
-
-def _format_ranges(ranks: Sequence[int]) -> str:
-    """Formats ranks as `0-3, 8`."""
-    runs = [
-        [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])
-    ]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

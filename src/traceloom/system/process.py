@@ -17,7 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from traceloom.errors import UsageError
+from traceloom.system import units
+
 EXIT_INTERRUPTED = 130
+MIN_FREE_BYTES = 1 << 28  # what grows step by step leaves this to the system
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _exit_tasks: dict[object, Callable[[], object]] = {}
@@ -181,3 +185,23 @@ def trim_memory() -> None:
             return
         with contextlib.suppress(OSError, AttributeError):  # only glibc has `malloc_trim`
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def require_memory(needed: int, what: str, hint: str) -> None:
+    """Checks that memory is free before it is taken.
+
+    Args:
+        needed: Bytes.
+        what: What takes them, as the beginning of a sentence: `8 nodes need`.
+        hint: How to need less.
+
+    Raises:
+        UsageError: `no-memory-left`: less is free than is needed.
+    """
+    free = get_free_memory()
+    if free is not None and free < needed:
+        raise UsageError(
+            f"{what} {units.format_size(needed)} of memory, and {units.format_size(free)} are free",
+            slug="no-memory-left",
+            hint=hint,
+        )

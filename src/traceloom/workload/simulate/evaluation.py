@@ -25,10 +25,10 @@ from traceloom.graph import ABSENT, Plan, graph as graph_schema
 from traceloom.graph.calibrate import scale_overlap
 from traceloom.graph.graph import Graph, get_column_array, get_edge_points, unwrap_array
 from traceloom.system import units
+from traceloom.system.process import require_memory
 from traceloom.system.sanitize import sanitize
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.workload.chakra.check_files import Arcs, find_cycles, sort_topologically
-from traceloom.workload.simulate.memory import require_memory
 from traceloom.workload.simulate.transfers import (
     FULL,
     LinkBundles,

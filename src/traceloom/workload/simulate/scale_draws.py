@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from traceloom.graph import graph as graph_schema
 from traceloom.graph.graph import Graph, get_edge_points, sort_topologically
+from traceloom.system.process import MIN_FREE_BYTES, require_memory
 from traceloom.trace.array_types import Bools, Floats, Ints
-from traceloom.workload.simulate.memory import MIN_FREE_BYTES, require_memory
 from traceloom.workload.simulate.scale_replicas import ALL, QUANTILES, Replica, Variation
 
 _BATCH_TIMES = 8_192  # times of a point that are processed at once, to stay in the CPU caches

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("htpy", reason="the extra `fleet` is not installed")
 
-from traceloom.fleet.portal.live import LiveContent, LivePages
+from traceloom.fleet.portal.app import LiveContent, LivePages
 from traceloom.server.problem import HttpError
 
 

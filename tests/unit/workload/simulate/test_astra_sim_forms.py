@@ -259,7 +259,7 @@ def test_what_takes_longer_than_anybody_can_wait_is_refused(
 def test_a_simulation_stops_before_memory_runs_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traceloom.workload.simulate.memory.get_free_memory", lambda: 1 << 20)
+    monkeypatch.setattr("traceloom.system.process.get_free_memory", lambda: 1 << 20)
     read = astra_sim.one_collective(tmp_path / "set", "all_reduce", 4, 1 << 20)
     network = astra_sim.network("Ring", "4", "50", "500")
     with pytest.raises(UsageError) as refused:

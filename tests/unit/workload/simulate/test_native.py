@@ -507,7 +507,7 @@ def test_a_workload_larger_than_the_free_memory_is_refused_by_its_size(
     graph = open_input(home).graph
     needed = 400 * (graph.nodes.height + graph.edges.height)
     free = {"bytes": needed - 1}
-    monkeypatch.setattr("traceloom.workload.simulate.memory.get_free_memory", lambda: free["bytes"])
+    monkeypatch.setattr("traceloom.system.process.get_free_memory", lambda: free["bytes"])
     with pytest.raises(UsageError, match=r"\d nodes and \d dependencies need .* kB of memory") as e:
         run(home)
     assert e.value.slug == "no-memory-left"

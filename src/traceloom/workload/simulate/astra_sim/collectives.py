@@ -19,6 +19,7 @@ import numpy as np
 
 from traceloom.errors import UsageError
 from traceloom.graph.evaluate import MAX_DURATION_NS
+from traceloom.system.process import MIN_FREE_BYTES, require_memory
 from traceloom.trace.array_types import Floats, Ints
 from traceloom.workload.collective_algorithms import (
     Schedule,
@@ -29,7 +30,6 @@ from traceloom.workload.collective_algorithms import (
     compute_log2,
     compute_parents,
 )
-from traceloom.workload.simulate.memory import MIN_FREE_BYTES, require_memory
 
 FAST_DELAY_NS = 10  # delay of a group's endpoints, whatever the configuration says
 
