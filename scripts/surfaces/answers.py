@@ -53,6 +53,8 @@ _DATE = re.compile(
     r"\b(20\d\d-\d\d-\d\d)(?:([T ])(\d\d:\d\d(?::\d\d(?:\.\d+)?)?)(?:Z| UTC|[+-]\d\d:\d\d)?)?"
 )
 _MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\blocal-\d+(?=@)"), "local-<port>"),
+    (re.compile(r"\bwhsec_[\w+/=]+"), "whsec_<secret>"),
     (re.compile(r"\btl[a-z]?_[\w-]{16,}"), "<token>"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:<port>"),
     (re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"), "<uuid>"),

@@ -486,6 +486,8 @@ class Caller:
             path
             for path in self.folder.rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
+            # Whether a program was looked at often enough is up to the machine.
+            and not path.name.endswith(".stacks.json.gz")
         )
         return {
             str(path.relative_to(self.folder)): (path.stat().st_mtime_ns, path.stat().st_size)
