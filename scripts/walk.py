@@ -121,7 +121,7 @@ WALKS = {
         formats.kineto_columns:Columns.add
         formats.kineto:read_kineto
         analyze.kernels:kernels
-        analyze.kernel_rules:select_gpu_work < analyze.kernels:kernels
+        analyze.kernel_rules:select_gpu_work
         analyze.steps:summarize_durations < analyze.kernels:kernels
         report.sections.kernels:KernelsSection.build
         report.sections.section:add_shares < report.sections.kernels:KernelsSection.build
@@ -145,9 +145,9 @@ WALKS = {
         agent.database:RequestStore.put
         agent.traces.runner:TraceService._record
         agent.profilers.timeline:TimelineProfiler.record
-        agent.kineto.server:ProfilerRegistry.poll
-        agent.kineto.protocol:decode
-        agent.kineto.protocol:encode_configuration_reply
+        agent.kineto:ProfilerRegistry.poll
+        agent.kineto:decode
+        agent.kineto:encode_configuration_reply
         agent.worker:run
         agent.traces.files:verify_and_store
         agent.traces.files:write_document

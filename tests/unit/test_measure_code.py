@@ -114,7 +114,7 @@ def test_an_importer_is_who_uses_a_module_and_not_the_package_that_exports_it(
     gauge: ModuleType,
 ) -> None:
     sources = {
-        "room/__init__": "from traceloom.room.one import work\n",
+        "room/__init__": "from traceloom.room.one import work as work\n",
         "room/one": "def work(): pass\n",
         "room/two": "def draw():\n    from traceloom.room import work\n",
     }

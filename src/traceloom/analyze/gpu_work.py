@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from traceloom.analyze.ancestry import Forest, build_forest
 from traceloom.analyze.kernel_rules import select_gpu_work
 from traceloom.analyze.names import Vocabulary, build_vocabulary
-from traceloom.graph.device_edges import BEGINNING_SHARE
 from traceloom.trace import vocabulary as vocab
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.arrays import get_event_column, to_nullable_series
 from traceloom.trace.batch import cache_per_trace
 from traceloom.trace.trace import Trace
-from traceloom.trace.vocabulary import CATEGORIES, COPY, GPU_WORK, KERNEL, LAUNCHES
+from traceloom.trace.vocabulary import BEGINNING_SHARE, CATEGORIES, COPY, GPU_WORK, KERNEL, LAUNCHES
 
 _GPU_WORK_CODES = [CATEGORIES.index(category) for category in GPU_WORK]
 

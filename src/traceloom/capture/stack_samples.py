@@ -141,12 +141,12 @@ class StackSampler:
         pause_s, words = 1 / RATE, [""]
         try:
             while _END not in words:
-                began_s = time.thread_time()
                 words = []
                 if select.select([self._pipe], [], [], pause_s if opened else None)[0]:
                     words = os.read(self._pipe, 1 << 16).decode("ascii").splitlines()
                 for word in words:
                     self._hear(opened, *word.split())
+                began_s = time.thread_time()  # what is done once must not delay the next look
                 for sampled in opened.values():
                     with contextlib.suppress(OSError):  # another look will do, if it goes on
                         sampled.look()

@@ -17,7 +17,7 @@ from traceloom.graph.host_tree import HostTree, Segments
 from traceloom.graph.syncs import MISSING_VALUE, SyncRecords
 from traceloom.trace.array_types import Bools, Ints
 from traceloom.trace.trace import Trace
-from traceloom.trace.vocabulary import CLOCK_JITTER_NS
+from traceloom.trace.vocabulary import BEGINNING_SHARE, CLOCK_JITTER_NS
 
 # A call this long did more than submit: it loaded code, or waited for room in the queue
 _MIN_LONG_CALL_NS = 50_000
@@ -37,8 +37,6 @@ _MIN_LATE_NS = 100_000
 _MAX_START_DELAY_NS = 10_000  # it starts this soon after room was made
 _MAX_TAIL_NS = 20_000  # or this long before the other ends: its last blocks leave room
 _MAX_TAIL_SHARE = 0.03  # or this share of the other's duration
-# Of the window: work launched this early can be queued behind work from before
-BEGINNING_SHARE = 0.05
 MIN_NOTICED_SHARE = 0.01  # of the window: unexplained time from here on gets a notice
 
 

@@ -140,3 +140,6 @@ def _parse_memory_kind(argument: str | None) -> str | None:
 
 CLOCK_JITTER_NS = 1_000
 """Times of one stream agree about their order this well: what overlaps by less follows."""
+
+# Of the window: work launched this early can be queued behind work from before
+BEGINNING_SHARE = 0.05

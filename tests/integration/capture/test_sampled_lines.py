@@ -30,12 +30,6 @@ class Slow(torch.utils.data.Dataset):
         while time.thread_time() < end: pass  # the loader
         return torch.ones(2)
 
-def read_values(values):
-    total = 0.0
-    for at in range(3000):
-        total += values[at % 64].item()  # the elements
-    return total
-
 def compute():
     end = time.thread_time() + 0.08
     while time.thread_time() < end: pass  # the loop
@@ -51,7 +45,6 @@ def tell_state():
 
 for number, _ in enumerate(torch.utils.data.DataLoader(Slow())):
     step()
-    read_values(torch.ones(64))
     compute()
     if 3 < number < 7: tell_state()
 """
@@ -77,5 +70,4 @@ def test_findings_name_the_slow_lines_and_the_program_is_as_it_was(recorder: Any
         if finding.frames and str(finding.frames[0].file).endswith("/script.py")
     }
     assert lines["data-starved"] == slow["the loader"]
-    assert slow["the elements"] in lines.values()
     assert slow["the loop"] in lines.values()

@@ -18,7 +18,7 @@ print(*sys.modules)
 
 
 def test_the_service_and_its_pages_load_no_analysis() -> None:
-    """Only the causes of idle time with what they need, the statistics, and the styles of reports."""
+    """Only the causes of idle time with what they need, the statistics, the judge of stuck jobs, and the styles of reports."""
     loaded = subprocess.run(
         [sys.executable, "-c", _LOADED], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -40,8 +40,11 @@ def test_the_service_and_its_pages_load_no_analysis() -> None:
         "traceloom.analyze.kernel_rules",
         "traceloom.analyze.names",
         "traceloom.analyze.steps",
+        "traceloom.analyze.stuck_jobs",
         "traceloom.formats",
         "traceloom.formats.capture_document",
+        "traceloom.formats.flight_recorder",
+        "traceloom.formats.pickles",
         "traceloom.report",
         "traceloom.report.views",
     }
