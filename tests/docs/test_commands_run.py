@@ -29,7 +29,7 @@ PAGES = [
     ),
 ]
 # They run the verbs of all pages; options of the others are looked at in test_named_commands.py.
-USUAL = {"README", "three-questions"}
+USUAL = {"README"}
 FAILED_CHECK = 5  # what a check says of two runs of a small program is up to chance
 # The program of all pages: the example, small, with whatever options a page gives it.
 TRAIN = f"""

@@ -46,6 +46,7 @@ def counts(name: str) -> dict[str, int | None]:
     )
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FILES)
 def test_every_pattern_is_counted_or_explained(name: str) -> None:
     found = anti_patterns(load(DATA / f"{name}.json.gz").traces[0])

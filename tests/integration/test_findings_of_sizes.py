@@ -22,6 +22,7 @@ def found_in(job: Job, folder: Path) -> tuple[Finding, ...]:
     return rank(Context.of(session, PEAK), RULES).time
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("vendor", VENDORS)
 def test_a_fault_comes_first_with_what_it_costs(fault: object, vendor: str, tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_forward(name: str, tmp_path: Path) -> None:
     ours, theirs = both(CONVOLUTIONS[name], tmp_path)

@@ -148,7 +148,7 @@ def error(
     return float(times.max() - times.min()) / found.job.run(change).window_ns - 1
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("name", "change"), CASES)
 def test_a_change_does_what_the_graph_says(name: str, change: Change) -> None:
     assert abs(error(name, change)) <= ALLOWED

@@ -146,6 +146,7 @@ def test_children_of_multiprocessing_are_recorded_if_they_are_the_job_and_not_be
     assert [part["window"]["first_step"] for part in run.capture["ranks"]] == [3]
 
 
+@pytest.mark.thorough
 def test_children_that_come_one_after_the_other_are_all_recorded(recorder: Any) -> None:
     run = recorder.python(
         """

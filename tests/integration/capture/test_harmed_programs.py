@@ -53,7 +53,7 @@ def without_times(text: str) -> str:
     return re.sub(r"^(\[[IWE]\d+|[A-Z]+:\d).*? (?=\S+\.cpp:)", "", text, flags=re.MULTILINE)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_that_was_harmed_ends_as_it_does_unrecorded(recorder: Any, name: str) -> None:
     start = ["sh"] if name.endswith(".sh") else [sys.executable]
@@ -76,6 +76,7 @@ def test_a_program_that_was_harmed_ends_as_it_does_unrecorded(recorder: Any, nam
     assert not any("[recorder-failed]" in line for line in run.ours) or name.startswith("n10")
 
 
+@pytest.mark.thorough
 def test_a_small_disk_keeps_room_for_the_program(recorder: Any) -> None:
     script = str(PROGRAMS / "n9_small_disk.sh")
     plain = recorder.plain(["sh", script, sys.executable])

@@ -86,8 +86,9 @@ def test_every_op_of_the_graph_step_is_joined_by_its_id_on_both_ranks(
         assert not found.exact
         assert found.carried is not None
         given, without = found.carried
-        # The annotation of the optimizer's step ends behind the mark that ends the step; nothing else is without.
-        assert without <= 2 * 3
+        # The annotation of the optimizer's step ends behind the mark that ends the step, and what the threads of
+        # gloo do has another order in each step.
+        assert without < 0.05 * (given + without)
         assert given > 0.97 * (given + without)
         events = one.trace.events.with_columns(pl.Series("host_op", found.host_op)).filter(
             pl.col("host_op") >= 0

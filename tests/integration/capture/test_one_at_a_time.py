@@ -106,7 +106,7 @@ def recorded(shared_recorder: Any) -> Any:
     return shared_recorder
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_recording_that_comes_to_nothing_leaves_the_earlier_one_as_it_was(
     recorded: Any, failure: str

@@ -154,7 +154,7 @@ time.sleep(30)""",
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_however_a_program_ends_what_was_recorded_is_kept(recorder: Any, ending: str) -> None:
     code, status, reason = ENDINGS[ending]

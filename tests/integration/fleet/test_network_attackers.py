@@ -273,6 +273,7 @@ def test_a_service_that_does_not_lead_silences_no_host_either(
         host.close()
 
 
+@pytest.mark.thorough
 def test_uploads_that_wait_for_a_slow_store_keep_nobody_else_waiting(
     services: tuple[RunningService, RunningService],
 ) -> None:

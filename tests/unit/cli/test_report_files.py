@@ -98,7 +98,7 @@ def test_the_document_holds_its_laws_and_is_about_what_was_chosen(files: Files) 
     assert all(row["total_ns"] == sum(200_000 + 1000 * step for step in steps) for row in gemm)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 def test_the_trace_for_perfetto_is_of_the_same_events(files: Files) -> None:
     _, home, document = files
     raw = (home / "r.perfetto.json").read_bytes()

@@ -80,7 +80,7 @@ def test_the_document_is_as_its_schema_says_adds_up_and_explains_every_null(sort
     assert all(entry["reason"].strip() for entry in document["absent"])
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(5)
 @every_sort
 @pytest.mark.parametrize(
     "options", [ReportOptions(), ReportOptions(full=True), FULL], ids=["brief", "full", "only"]

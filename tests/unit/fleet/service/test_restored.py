@@ -89,7 +89,7 @@ class Service:
         return sorted(captures)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_from_a_backup_has_all_captures_once(

@@ -52,7 +52,7 @@ def ends(folder: Path, ranks: int) -> list[int | None]:
     return astra_sim.ends(nodes, groups, network, astra_sim.system(), aware=False)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("seed", range(300))
 def test_no_rank_ends_at_another_time(tmp_path: Path, seed: int) -> None:
     chance = Random(seed)
