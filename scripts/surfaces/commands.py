@@ -485,7 +485,8 @@ class Caller:
         paths = sorted(
             path
             for path in self.folder.rglob("*")
-            if path.is_file() and "__pycache__" not in path.parts
+            if path.is_file()
+            and "__pycache__" not in path.parts
             # Whether a program was looked at often enough is up to the machine.
             and not path.name.endswith(".stacks.json.gz")
         )
