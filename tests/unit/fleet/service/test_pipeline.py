@@ -205,6 +205,7 @@ def test_minutes_wait_for_their_turn_and_captures_do_not(
     pipeline.start()
     try:
         until(lambda: not alone.state.has_rows_to_commit(minutes=True))  # the first is at once
+        until(lambda: pipeline._next_usage_commit_s > 0)  # and its round is over
         alone.state.add_usage("n", {6: "[]"})
         add_capture(alone, "c1")
         pipeline.wake()
