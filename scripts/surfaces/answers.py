@@ -54,6 +54,7 @@ _DATE = re.compile(
 )
 _MASKS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\blocal-\d+(?=@)"), "local-<port>"),
+    (re.compile(r"\b[0-9a-f]{64}\b"), "<sha256>"),
     (re.compile(r"\bwhsec_[\w+/=]+"), "whsec_<secret>"),
     (re.compile(r"\btl[a-z]?_[\w-]{16,}"), "<token>"),
     (re.compile(r"(127\.0\.0\.1|localhost|\[::1\]):\d+"), r"\1:<port>"),
