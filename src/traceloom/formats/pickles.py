@@ -129,7 +129,8 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
             adjacent_texts = 0
         if code == ord("."):
             break
-        if code in (ord("}"), ord("]")):
+        # A dict, a list, or a pair of texts
+        if code in (ord("}"), ord("]")) or (code == 0x86 and adjacent_texts >= 2):
             position += 1
             adjacent_texts = 0
         elif code in (ord("h"), ord("j")):
@@ -138,9 +139,6 @@ def _validate_pickle(data: bytes, location: str) -> tuple[bytes, int]:
             adjacent_texts = adjacent_texts + 1 if number in memoized_texts else 0
             position += 1 + width
             continue
-        elif code == 0x86 and adjacent_texts >= 2:
-            position += 1
-            adjacent_texts = 0
         elif code in _SIZE_BYTES:
             low = position + 1 + _SIZE_BYTES[code]
             position = low + int.from_bytes(data[position + 1 : low], "little")
