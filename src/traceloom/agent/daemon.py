@@ -104,8 +104,7 @@ class Agent:
         self.history = History(locations.history, config.history)
         self.audit = AuditLog(locations.audit)
         self._refusals = RefusalCounter()
-        self._audited = RateLimiter(_AUDITED_PER_S)
-        self._audited.burst = _AUDITED_AT_ONCE
+        self._audited = RateLimiter(_AUDITED_PER_S, burst=_AUDITED_AT_ONCE)
         self.accelerators = AcceleratorCollector(config)
         self.processes = OwnedProcessCollector(config, self.accelerators)
         self.step_clock = ProbedStepClock(config, lambda: list(self.processes.owned.values()))

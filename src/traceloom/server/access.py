@@ -172,17 +172,20 @@ _MAX_CALLERS = 4096  # the least recently seen are dropped
 
 
 class RateLimiter:
-    """A token bucket per peer: it holds the tokens of two seconds, and each request takes one."""
+    """A token bucket per peer: it holds the tokens of two seconds, or `burst`, and each request
+    takes one.
+    """
 
     def __init__(
         self,
         per_second: float,
         clock: Callable[[], float] = time.monotonic,
         *,
+        burst: float | None = None,
         hint: str = "`access.requests_per_second` of agent.toml",
     ) -> None:
         self.per_second, self.hint = per_second, hint
-        self.burst = max(1.0, 2 * per_second)
+        self.burst = max(1.0, 2 * per_second) if burst is None else burst
         self.clock = clock
         # peer -> (tokens, time), least recently seen first.
         self.buckets: dict[str, tuple[float, float]] = {}
