@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from traceloom.system.units import format_ranges
+from traceloom.system.units import format_ranks
 from traceloom.trace.flight_record import FlightEntry, FlightRecord
 
 Kind = Literal["behind", "unfinished", "absent", "mismatch", "cycle", "device", "all-in", "nothing"]
@@ -61,21 +61,12 @@ def find_late_ranks(records: Sequence[FlightRecord], absent: Collection[int] = (
     names = {rank: entry.operation for rank, entry in waits.items()}
     # Independent of the order of records.
     stalls.sort(key=lambda stall: (stall.first.created_ns, stall.group))
+    faults = (_find_inner_fault(stall, records_by_rank) for stall in stalls if not stall.missing)
     verdict = (
         _find_ranks_behind(stalls, waits)
         or _find_silent_peers(records_by_rank, waits)
         or _find_absent_ranks(stalls)
-        or next(
-            filter(
-                None,
-                (
-                    _find_inner_fault(stall, records_by_rank)
-                    for stall in stalls
-                    if not stall.missing
-                ),
-            ),
-            None,
-        )
+        or next(filter(None, faults), None)
         or _describe_undecided(stalls, waits)
     )
     return msgspec.structs.replace(verdict, waits=names)
@@ -205,34 +196,24 @@ def _describe_undecided(
     stalls: Sequence["_BlockedCollective"], waits: Mapping[int, FlightEntry]
 ) -> FlightVerdict:
     """Describes who waits, if no rank can be named for it."""
-    stuck = [stall for stall in stalls if stall.missing]
-    waits_for_others = {rank for stall in stuck for rank in stall.inside}
-    complete = [stall for stall in stalls if not stall.missing]
-    if not complete and (held := sorted(waits.keys() - waits_for_others)):
-        parts = [f"rank {rank} in `{waits[rank].operation}`" for rank in held]
-        return FlightVerdict(
-            kind="all-in",
-            sentence=f"both sides of messages are queued, and they do not end: {', '.join(parts)}",
-        )
+    complete = next((stall for stall in stalls if not stall.missing), None)
+    if complete is not None:
+        text = f"{_format_have(complete.members)} queued {complete.name}, and it does not end"
+        return _judge("all-in", (), complete, text)
+    if held := sorted(waits.keys() - {rank for stall in stalls for rank in stall.inside}):
+        parts = [f"rank {rank} waits in `{waits[rank].operation}`" for rank in held]
+        return FlightVerdict(kind="all-in", sentence=f"messages do not end: {', '.join(parts)}")
     if not stalls:
         return FlightVerdict(
             kind="nothing", sentence="no rank waits in a collective that is recorded"
         )
-    if not complete:
-        parts = [f"{_format_ranks(stall.inside)} in {stall.name}" for stall in stuck]
-        involved = sorted({rank for stall in stuck for rank in (*stall.inside, *stall.missing)})
-        return FlightVerdict(
-            kind="cycle",
-            sentence=f"{_format_ranks(involved)} wait for each other: {'; '.join(parts)}",
-            ranks=tuple(involved),
-            confidence=1 / len(involved),
-        )
-    stall = complete[0]
-    return _judge(
-        "all-in",
-        (),
-        stall,
-        f"{_format_have(stall.members)} queued {stall.name}, and it does not end",
+    parts = [f"{format_ranks(stall.inside)} in {stall.name}" for stall in stalls]
+    involved = sorted({rank for stall in stalls for rank in (*stall.inside, *stall.missing)})
+    return FlightVerdict(
+        kind="cycle",
+        sentence=f"{format_ranks(involved)} wait for each other: {'; '.join(parts)}",
+        ranks=tuple(involved),
+        confidence=1 / len(involved),
     )
 
 
@@ -322,7 +303,7 @@ def _find_inner_fault(
         calls = sorted(ranks_by_call, key=lambda call: len(ranks_by_call[call]))
         has_majority = len(ranks_by_call[calls[-1]]) > len(ranks_by_call[calls[-2]])
         parts = [
-            f"{_format_ranks(ranks)} in {call}" for call, ranks in sorted(ranks_by_call.items())
+            f"{format_ranks(ranks)} in {call}" for call, ranks in sorted(ranks_by_call.items())
         ]
         return _judge(
             "mismatch",
@@ -347,14 +328,9 @@ def _find_inner_fault(
     )
 
 
-def _format_ranks(ranks: Iterable[int]) -> str:
-    listed = sorted(ranks)
-    return f"rank{'' if len(listed) == 1 else 's'} {format_ranges(listed)}"
-
-
 def _format_have(ranks: Collection[int]) -> str:
-    return f"{_format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
+    return f"{format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def _format_waits(ranks: Collection[int]) -> str:
-    return f"{_format_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+    return f"{format_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"

@@ -4,7 +4,7 @@ A share is never rounded to 0 or 100 %. `units.js` implements the same for the w
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import floor
 from typing import Any
 
@@ -137,13 +137,26 @@ def format_value(value: Any, unit: str) -> str:
     return _FORMATTERS[unit](value) if value is not None else UNKNOWN_TEXT
 
 
-def format_ranges(values: Iterable[int]) -> str:
-    """Formats numbers with runs of three and more as ranges: `0-3, 5`."""
+def find_runs(values: Iterable[int]) -> list[list[int]]:
+    """Returns the first and the last number of each run of numbers that follow each other."""
     runs: list[list[int]] = []
     for value in sorted(values):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
         else:
-            runs.append([value])
-    parts = (f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+            runs.append([value, value])
+    return runs
+
+
+def format_ranges(values: Iterable[int]) -> str:
+    """Formats numbers with runs of three and more as ranges: `0-3, 5`."""
+    parts = (
+        f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
+        for first, last in find_runs(values)
+    )
     return ", ".join(parts)
+
+
+def format_ranks(ranks: Collection[int]) -> str:
+    """Formats ranks with their noun: `rank 5`, `ranks 0-3, 5`."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_ranges(ranks)}"

@@ -398,7 +398,7 @@ def _find_blocking_ranks(
     elsewhere = _list_diverging_ranks(stacks)
     stop = (
         [
-            f"{_format_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"
+            f"{units.format_ranks(stopped)} {'is' if len(stopped) == 1 else 'are'} stopped by a signal or a debugger"
         ]
         if stopped
         else []
@@ -406,7 +406,7 @@ def _find_blocking_ranks(
     states = [
         *stop,
         *(
-            [f"{_format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended"]
+            [f"{units.format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended"]
             if ended
             else []
         ),
@@ -432,7 +432,7 @@ def _find_blocking_ranks(
             parts.append(f"by the flight recorder, {flight.sentence}")
         if elsewhere and flight.ranks and set(elsewhere) != set(flight.ranks):
             parts.append(
-                f"the two disagree: stacks name {_format_ranks(elsewhere)}, the flight recorder {_format_ranks(flight.ranks)}"
+                f"the two disagree: stacks name {units.format_ranks(elsewhere)}, the flight recorder {units.format_ranks(flight.ranks)}"
             )
     ranks = tuple(sorted({*stopped, *ended})) or (flight.ranks if flight else ()) or elsewhere
     waiting = [group.waits_in for group in stacks.groups if group.role == "rank"]
@@ -463,10 +463,6 @@ def _list_diverging_ranks(stacks: GroupedStacks) -> tuple[int, ...]:
     return tuple(
         sorted({rank for group in stacks.groups if group.elsewhere for rank in group.ranks})
     )
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {units.format_ranges(ranks)}"
 
 
 def _write_evidence(bundle: _BundleDirectory, scene: HangContext, account: _HangDiagnosis) -> None:
@@ -541,7 +537,7 @@ def render_bundle_page(report: HangReport, stacks: GroupedStacks) -> str:
         parts.append(f"### {titles[role]}")
         for group in groups:
             subject = (
-                _format_ranks(group.ranks)
+                units.format_ranks(group.ranks)
                 if group.ranks
                 else f"process {units.format_ranges(group.pids)}"
             )

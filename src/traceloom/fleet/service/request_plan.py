@@ -27,6 +27,7 @@ from traceloom.agent.fleet_link.protocol import (
     StartBy,
 )
 from traceloom.agent.traces.requests import TraceSpec, TraceTarget, TriggerCause
+from traceloom.system.units import find_runs
 
 FleetState = Literal[
     "planned",
@@ -489,13 +490,7 @@ def _describe_missing(request: FleetRequest) -> str:
 
 def format_rank_runs(ranks: Sequence[int]) -> list[str]:
     """Formats sorted ranks as ranges: 0, 1, 2, 5 as `0-2` and `5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return [str(first) if first == last else f"{first}-{last}" for first, last in find_runs(ranks)]
 
 
 def _format_ranks(ranks: tuple[int, ...]) -> str:

@@ -203,6 +203,8 @@ def test_a_rank_waits_for_a_message() -> None:
         dump([*DONE, entry("0", 0, state="started", **message)]),
     )
     assert (both.kind, both.ranks) == ("all-in", ())
+    # Nothing is said of the other side, which may be a rank without a record.
+    assert both.sentence == "messages do not end: rank 0 waits in `send`, rank 1 waits in `recv`"
 
 
 def test_a_chain_of_messages_is_followed_to_its_end() -> None:
